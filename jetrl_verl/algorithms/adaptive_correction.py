@@ -2,29 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """A correction of the rollout's mismatch whose strength follows the batch, after AIS (``correction=adaptive``).
 
-AIS (arXiv 2605.13907) interpolates between the uncorrected policy gradient and the importance-weighted one: a mismatch
-is harmless or even useful while it is small, and harmful once the policy concentrates. One coefficient alpha per batch
-is made of three diagnostics, *weight reliability*, *divergence severity* and *variance amplification*. A gradient is
-linear in its tokens' weights, so
+AIS (arXiv 2605.13907) interpolates between the uncorrected policy gradient and the importance-weighted one by a
+coefficient alpha per batch. A gradient is linear in its tokens' weights, so
 
     (1 - alpha) g_uncorrected + alpha g_weighted  =  gradient with token weights  1 + alpha (w - 1),
 
-and the correction enters where truncated importance sampling does: it replaces verl's weights and nothing else.
+which replaces the weights of truncated importance sampling and nothing else. The paper's abstract names three
+diagnostics; the definitions below are this project's, since no others are public. With r = pi_old / pi_rollout of a
+response token, w = min(r, C) its truncated weight, A its advantage, and means over the batch's response tokens:
 
-**What is ours.** The paper's abstract names the diagnostics; how it computes and combines them we have not seen. With
-r = pi_old / pi_rollout of a response token, w = min(r, C) its truncated weight and A its advantage, means over the
-batch's response tokens, this module takes
-
-    reliability    R = mean(w)^2 / mean(w^2)         the effective sample size of the weights, over their number
-    severity       S = D / (D + D0),  D = mean(r - 1 - log r)     K3's estimate of KL(pi_rollout || pi_old)
+    reliability    R = mean(w)^2 / mean(w^2)         effective sample size of the weights, over their number
+    severity       S = D / (D + D0),  D = mean(r - 1 - log r)     K3 estimate of KL(pi_rollout || pi_old)
     amplification  V = mean(w^2 A^2) / mean(A^2)     growth of the gradient's second moment, token by token
     alpha          = S * R / max(1, V)
 
-so that nothing is corrected where nothing differs, half of it at D = D0 (``jetrl.correction_scale``), and less where a
-few tokens carry the weights. Results belong to this definition and not to AIS.
-
-Alternatives: R taken the other way round, since a falling effective sample size also says that correction is due;
-``min`` instead of the product; the alpha of least squared error, which needs the gradients' variance.
+At D = D0 (``jetrl.correction_scale``) the severity is one half.
 """
 
 from typing import Any, NamedTuple
@@ -34,11 +26,11 @@ import torch
 from jetrl_verl.patches.batch_hooks import run_after_advantages
 
 LOG_RATIO_BOUND = 20.0
-"""verl's bound of ``log r``, beyond which it takes no exponential."""
+"""verl clamps ``log r`` to this bound."""
 
 
 class Diagnostics(NamedTuple):
-    """Of one batch. ``reliability`` in (0, 1], ``divergence`` >= 0 in nats a token, ``amplification`` >= 0."""
+    """Diagnostics of a batch: reliability in (0, 1], divergence >= 0 in nats per token, amplification >= 0."""
 
     reliability: float
     divergence: float
@@ -57,10 +49,10 @@ def diagnose(
     advantages: torch.Tensor,
     mask: torch.Tensor,
 ) -> Diagnostics:
-    """The three diagnostics; a batch without a response token, or without an advantage, has amplification 1.
+    """The three diagnostics; amplification is 1 without a response token or without an advantage.
 
     Args:
-        old_log_probs, rollout_log_probs: ``[B, T]`` of the trainer before its update and of the rollout.
+        old_log_probs, rollout_log_probs: ``[B, T]``, by the trainer before its update and by the rollout.
         weights: ``[B, T]``, truncated r. advantages: ``[B, T]``. mask: ``[B, T]``, true on response tokens.
     """
     chosen = mask.bool()
@@ -86,14 +78,15 @@ def adapt(batch: dict[str, torch.Tensor], scale: float) -> dict[str, float]:
         Metrics: alpha and the diagnostics under ``rollout_corr/adaptive/``.
     """
     weights, mask = batch["rollout_is_weights"], batch["response_mask"]
-    found = diagnose(batch["old_log_probs"], batch["rollout_log_probs"], weights, batch["advantages"], mask)
-    alpha = found.mixing(scale)
+    diagnostics = diagnose(batch["old_log_probs"], batch["rollout_log_probs"], weights, batch["advantages"], mask)
+    alpha = diagnostics.mixing(scale)
     batch["rollout_is_weights"] = (1 + alpha * (weights - 1)) * mask.to(weights.dtype)
-    return {f"rollout_corr/adaptive/{name}": value for name, value in {"mixing": alpha, **found._asdict()}.items()}
+    values = {"mixing": alpha, **diagnostics._asdict()}
+    return {f"rollout_corr/adaptive/{name}": value for name, value in values.items()}
 
 
 def install_in_trainer(scale: float) -> None:
-    """Adapt every batch of verl's trainer, if this process holds it; ``scale`` is D0, in nats."""
+    """Adapt every batch of verl's trainer in the process that runs it; ``scale`` is D0, in nats."""
 
     def hook(batch: Any, algorithm: Any) -> dict[str, float]:
         return adapt(batch, scale)

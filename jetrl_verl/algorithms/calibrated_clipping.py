@@ -2,30 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calibrated clipping (arXiv 2609.22870): clip bounds under which FP8 clips as much as BF16 would.
 
-With one FP8 policy on both sides, R = pi_theta / pi_old carries quantization noise on top of the policy's change. Noise
-pushes tokens over a bound more often than back, so PPO clips several times more negative-advantage tokens than under
-BF16 (the paper: 3.94 times at block scaling). Every ``interval`` steps two BF16 shadow forwards, at the weights of
-pi_old and of pi_theta, give R as BF16 sees it, on the same tokens, and the bounds move:
+With one FP8 policy on both sides, R = pi_theta / pi_old carries quantization noise in addition to the policy's change,
+and PPO clips several times more negative-advantage tokens than under BF16. Every ``interval`` steps two BF16 shadow
+forwards, at pi_old and at pi_theta, give R in BF16 on the same tokens, and the bounds move.
 
-**Lower bound L**, quantile matching. BF16 would clip k of the negative-advantage tokens, those with
-``R_bf16 < 1 - eps_low``, where eps_low is the user's ``actor.clip_ratio_low``. L is the largest bound under which FP8
-clips no more than k of them: ``#{A < 0, R_fp8 < L} <= k``.
+Lower bound L, quantile matching: BF16 would clip k negative-advantage tokens, those with ``R_bf16 < 1 - eps_low``,
+where eps_low is ``actor.clip_ratio_low``. L is the largest bound with ``#{A < 0, R_fp8 < L} <= k``.
 
-**Upper bound H**, rebalancing. The paper says that H is rebalanced and no code is public. Here H is the smallest bound
-whose clipped advantage mass does not exceed that of L,
+Upper bound H, rebalancing: the paper has no formula and no code. Here H is the smallest bound whose clipped advantage
+mass does not exceed that of L,  ``sum_{A > 0, R_fp8 > H} A  <=  sum_{A < 0, R_fp8 < L} |A|``.
 
-    sum_{A > 0, R_fp8 > H} A  <=  sum_{A < 0, R_fp8 < L} |A|
-
-so that the update loses as much encouragement as discouragement. Alternatives that fit the word as well: equal numbers
-of clipped tokens of both signs; the excess mass, each token weighted by its distance ``|R - bound|``; the quantile
-match of the lower side repeated on the upper; or the ratio of the two masses that BF16 has under the user's bounds. The
-first is ours where all advantages have one magnitude; the second weighs few far tokens more than many near ones; the
-last two would follow BF16 and need no balance.
-
-Both stay within the paper's limits, L in [0.5, 0.9] and H in [1.2, 2.0], and start at 0.6 and 1.8. Inside those limits
-they live on a grid of 4097 points each, so that a calibration is one vector of sums: it adds over micro-batches and
-ranks, needs no token of another rank, and its size does not depend on the batch. The grid's step is 1e-4 for L and 2e-4
-for H, far below any effect.
+L stays in [0.5, 0.9] and H in [1.2, 2.0], the paper's limits, from 0.6 and 1.8 on. Both are taken from 4097 candidates,
+so that a calibration is one vector of sums, which adds over micro-batches and ranks.
 """
 
 from collections.abc import Mapping
@@ -40,7 +28,7 @@ _POINTS = 4097
 
 
 class RatioStatistics:
-    """Sums over response tokens from which bounds are computed; add them up over micro-batches and ranks.
+    """Sums over response tokens that bounds are computed from.
 
     Attributes:
         lower, upper: candidates of both bounds, ascending, FP64 ``[points]``.
@@ -49,7 +37,7 @@ class RatioStatistics:
     def __init__(self, points: int = _POINTS, device: torch.device | str = "cpu") -> None:
         self.lower = torch.linspace(*LOWER_LIMITS, points, dtype=torch.float64, device=device)
         self.upper = torch.linspace(*UPPER_LIMITS, points, dtype=torch.float64, device=device)
-        # One vector, so that ranks exchange one message: three numbers and three curves over the candidates.
+        # One vector, reduced in one collective: three numbers and three curves over the candidates.
         self._sums = torch.zeros(3 + 3 * points, dtype=torch.float64, device=device)
         self._totals, curves = self._sums[:3], self._sums[3:].view(3, points)
         self._count_below, self._mass_below, self._mass_above = curves
@@ -76,16 +64,16 @@ class RatioStatistics:
 
         Args:
             ratio: R of the FP8 policy, any shape. bf16_ratio: R of the shadow forwards, same shape.
-            advantages: A, same shape. mask: bool, same shape, true on response tokens. A token whose ratio is not a
-                number on either side is left out: it compares with no bound, and would count as above every H.
-            bf16_lower: bound under which BF16 clips, ``1 - clip_ratio_low``.
+            advantages: A, same shape. mask: bool, same shape, true on response tokens; tokens with a NaN ratio are left
+                out.
+            bf16_lower: ``1 - clip_ratio_low``.
         """
         mask = mask & ~(ratio.isnan() | bf16_ratio.isnan())
         negative, positive = mask & (advantages < 0), mask & (advantages > 0)
         totals = ((bf16_ratio[negative] < bf16_lower).sum(), negative.sum(), positive.sum())
         self._totals += torch.stack(totals).to(self._totals)
         points = len(self.lower)
-        # A token lies below every candidate from its index on; index `points` is below none.
+        # A token is below every candidate from its index on; index `points` is below none.
         index = torch.searchsorted(self.lower, ratio[negative].double(), right=True)
         self._count_below += torch.bincount(index, minlength=points + 1)[:points].cumsum(0)
         mass = torch.bincount(index, weights=-advantages[negative].double(), minlength=points + 1)
@@ -96,16 +84,16 @@ class RatioStatistics:
         self._mass_above += mass.flip(0).cumsum(0).flip(0)[1:]
 
     def all_reduce(self, group: Any = None) -> None:
-        """Add the sums of all ranks of ``group``."""
+        """Sum over the ranks of ``group``."""
         dist.all_reduce(self._sums, group=group)
 
     def bounds(self, current: tuple[float, float] = START) -> tuple[float, float]:
-        """(L, H) by the module's definition; a bound without a token of its sign stays as in ``current``."""
+        """(L, H) as defined above; a bound without a token of its sign stays as in ``current``."""
         low, high = current
         negatives, positives = self.tokens
         clipped_mass = 0.0
         if negatives:
-            # Where even the lowest candidate clips too many tokens, it is taken.
+            # The lowest candidate if all clip too many tokens.
             index = max(int((self._count_below <= self.bf16_clipped).sum()) - 1, 0)
             low, clipped_mass = self.lower[index].item(), self._mass_below[index].item()
         if negatives and positives:
@@ -115,15 +103,15 @@ class RatioStatistics:
 
 
 class CalibratedClip:
-    """The bounds of one run and when they are calibrated next; a step is one batch of rollouts.
+    """The bounds of one run; a step is one batch of rollouts.
 
     Args:
-        interval: steps from one calibration to the next; the first one is in step ``interval``.
+        interval: steps between calibrations; the first one is in step ``interval``.
     """
 
     def __init__(self, interval: int = 20) -> None:
         if interval < 1:
-            raise ValueError(f"calibrated clipping: an interval of {interval} steps is none; use at least 1.")
+            raise ValueError(f"calibrated clipping: an interval of {interval} steps is not supported. Set at least 1.")
         self.interval = interval
         self.low, self.high = START
         self._step = 0
@@ -135,7 +123,7 @@ class CalibratedClip:
         return self.statistics is not None
 
     def finish(self, group: Any = None) -> None:
-        """End the current step: where it collected statistics, move the bounds. Collective over ``group``."""
+        """End the current step; if it collected statistics, move the bounds. Collective over ``group``."""
         if self.statistics is not None:
             if dist.is_initialized():
                 self.statistics.all_reduce(group)
@@ -143,14 +131,14 @@ class CalibratedClip:
             self.statistics = None
 
     def start_step(self, device: torch.device | str, group: Any = None) -> None:
-        """End the step before and start one; collect statistics in it if a calibration is due. Collective."""
+        """Finish the last step and start one, which collects statistics if a calibration is due. Collective."""
         self.finish(group)
         self._step += 1
         if self._step % self.interval == 0:
             self.statistics = RatioStatistics(device=device)
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps; call :meth:`finish` first."""
+        """State for a checkpoint; call :meth:`finish` first."""
         return {"low": self.low, "high": self.high, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:

@@ -2,31 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Policy losses for a rollout that samples from a quantized policy, registered with verl.
 
-Three policies meet in one token: pi_rollout sampled it, pi_old is the trainer's policy at the start of the update and
-pi_theta the one being updated. With A the advantage, all per token,
+pi_rollout samples a token, pi_old is the trainer's policy at the start of the update, pi_theta the one being updated.
+Per token, with advantage A:
 
-    R  = pi_theta / pi_old          what PPO clips
-    r0 = pi_old / pi_rollout        what the quantized rollout got wrong
-
-and both losses here are verl's clipped objective with another weight in front and another upper bound inside:
+    R  = pi_theta / pi_old          PPO clips it
+    r0 = pi_old / pi_rollout        mismatch of the quantized rollout
 
     loss_mode         weight          upper bound
     vanilla           verl's          1 + eps                       verl's own
     qurl_decoupled    r0              1 + eps                       QuRL (arXiv 2602.13953), decoupled PPO
     qurl_acr          min(r0, C)      (1 + eps) max(1, r0 / C)      QuRL, adaptive clipping range
 
-So they *are* verl's ``vanilla`` (dual clip, aggregation and metrics included) where nothing is truncated, and no second
-implementation of PPO exists. QuRL's equations have no dual clip; verl's, ``actor.clip_ratio_c``, stays in force.
-
-**Where r0 comes from.** verl hands a policy loss no rollout log-probabilities, but under
-``algorithm.rollout_correction.rollout_is=token`` it hands over ``rollout_is_weights``, r0 truncated at
-``rollout_is_threshold``. A threshold above ``UNTRUNCATED`` (verl clamps log r0 to 20 before) passes r0 itself, and the
-truncation at C happens here.
-
-**Metrics.** What a loss clipped, metrics/hooks.py reports of every loss alike. ``qurl_acr`` adds
-``actor/jetrl/truncated/{positive,negative}``, the shares of response tokens whose weight it truncated.
-
-Naming ``JetPolicyLossConfig`` as the ``_target_`` of ``actor.policy_loss`` is what registers the losses in a worker.
+Both are verl's ``vanilla`` with another weight and upper bound; its dual clip (``actor.clip_ratio_c``) stays. verl
+passes r0 as ``rollout_is_weights`` under ``algorithm.rollout_correction.rollout_is=token``; a ``rollout_is_threshold``
+of ``UNTRUNCATED`` or more leaves it whole. ``qurl_acr`` reports ``actor/jetrl/truncated/{positive,negative}``. Naming
+``JetPolicyLossConfig`` as ``_target_`` of ``actor.policy_loss`` registers the losses in a worker.
 """
 
 import math
@@ -43,24 +33,24 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.metrics.mismatch import by_sign, prefixed
 
 UNTRUNCATED = math.exp(20.0)
-"""Largest r0 that verl passes on; a ``rollout_is_threshold`` from here on truncates nothing."""
+"""verl's bound of r0; a ``rollout_is_threshold`` of at least this truncates nothing."""
 
 Loss = tuple[torch.Tensor, dict[str, Any]]
 
 
 @dataclass
 class JetPolicyLossConfig(PolicyLossConfig):
-    """verl's ``actor.policy_loss`` with the option of the losses in this file."""
+    """verl's ``actor.policy_loss`` with the option of these losses."""
 
     is_threshold: float = 2.0
-    """C, where importance weights are truncated; FlashRL uses 2 (GSM8K) and 8 (DAPO-32B)."""
+    """C, the truncation of importance weights; FlashRL uses 2 (GSM8K) and 8 (DAPO-32B)."""
 
 
 def _loosened(config: Any, factor: torch.Tensor) -> SimpleNamespace:
-    """``config`` as verl's loss reads it, its upper bound times ``factor`` ``[batch, response]``."""
+    """``config`` for verl's loss with its upper bound times ``factor`` ``[batch, response]``."""
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
-    # verl clamps with two numbers or two tensors.
+    # verl clamps with two numbers or with two tensors.
     return SimpleNamespace(
         clip_ratio=config.clip_ratio,
         clip_ratio_low=torch.full_like(factor, low),
@@ -86,10 +76,10 @@ def qurl_decoupled(
     config: Any = None,
     rollout_is_weights: torch.Tensor | None = None,
 ) -> Loss:
-    """QuRL's decoupled PPO (arXiv 2602.13953): ``E[ r0 min(R A, clip(R, 1 - eps, 1 + eps) A) ]``, r0 not truncated.
+    """QuRL's decoupled PPO: ``E[ r0 min(R A, clip(R, 1 - eps, 1 + eps) A) ]``, r0 not truncated.
 
     Args:
-        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, carries the gradient.
+        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, with gradient.
         advantages: A, same shape. response_mask: same shape, true on response tokens.
         loss_agg_mode: verl's name of the mean. config: verl's ``ActorConfig``.
         rollout_is_weights: the untruncated r0, same shape.
@@ -116,12 +106,10 @@ def qurl_acr(
 ) -> Loss:
     """QuRL's adaptive clipping range: ``E[ w min(R A, clip(R, 1 - eps, (1 + eps) / r) A) ]``, ``w = min(r0, C)``.
 
-    Descriptions of the paper disagree on r. Implemented is ``r = w / r0 <= 1``, the reading under which the method does
-    what is said of it: where the weight was truncated, the upper bound loosens by the factor that was cut off, and
-    nowhere else. Since ``1 / r = max(1, r0 / C)``, it is truncated importance sampling wherever ``r0 <= C``; at a small
-    mismatch the two hardly differ, which the truncation shares show.
+    Descriptions of the paper disagree on r. Here ``r = w / r0 <= 1``: if a weight is truncated, the upper bound loosens
+    by the factor that was cut off. Wherever ``r0 <= C`` it equals truncated importance sampling.
 
-    Arguments and results as :func:`qurl_decoupled`; C is ``config.policy_loss.is_threshold``.
+    Arguments and results as in :func:`qurl_decoupled`; C is ``config.policy_loss.is_threshold``.
 
     Raises:
         UnsupportedConfiguration: no ``rollout_is_weights``.

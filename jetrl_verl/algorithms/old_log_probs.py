@@ -1,19 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout's log-probabilities as the old ones, checked in every step (``jetrl.old_log_probs=rollout``).
+"""The rollout's log-probabilities as the old ones, checked at every step (``jetrl.old_log_probs=rollout``).
 
-Under ``precision=jet_fp8_exact`` the trainer's forward before the update computes what the rollout has reported
-already, bit for bit. verl's own bypass mode leaves that forward out, and believes the rollout. This module keeps it
-believable: behind verl's bypass each step runs one micro-batch a rank through the actor and compares every response
-token in all 32 bits. A difference stops the run before the update.
-
-**Which sequences.** A window over the batch's real sequences, in the order in which the trainer holds them, that moves
-on by its own size with the global step and goes round: after ``ceil(sequences / window)`` steps every position has
-been seen, and a resumed run checks what an uninterrupted one would have. Sequences that verl adds to fill up a batch
-are run only where there are too few others.
-
-**What is reported.** The forward of the checked sequences also has their entropy, so ``actor/entropy``,
-``rollout_corr/*`` and ``training/rollout_*`` are of those sequences: measured, never a zero that follows from copying.
+verl's bypass mode skips the trainer's forward before the update, which under ``precision=jet_fp8_exact`` repeats the
+rollout bit for bit. Here each step still runs one micro-batch a rank through the actor and compares every response
+token in all 32 bits; a difference stops the run before the update. The window of sequences moves with the global step,
+so after ``ceil(sequences / window)`` steps every position has been checked, also across a resume. Metrics of this
+forward are those of the checked sequences.
 """
 
 from collections.abc import Sequence
@@ -25,15 +18,15 @@ from jetrl_verl.patches.batch_hooks import run_after_old_log_probs
 
 
 class LogProbsDiffer(RuntimeError):
-    """The actor's forward gives another log-probability than the rollout reported."""
+    """The actor's log-probability of a token differs from the rollout's."""
 
 
 class Difference(NamedTuple):
     """The first token whose bits differ.
 
     Attributes:
-        row: sequence among those checked. token: position in its response.
-        rollout, actor: the two FP32 values. count, checked: tokens that differ, tokens compared.
+        row: index among the checked sequences. token: position in the response.
+        rollout, actor: both FP32 values. count, checked: number of tokens that differ, and that were compared.
     """
 
     row: int
@@ -48,29 +41,30 @@ def rows_to_check(real: Sequence[bool], count: int, step: int) -> list[int]:
     """Rows of a batch that a step runs through the actor.
 
     Args:
-        real: for each row of the batch, whether it is a sequence of the rollout and not padding.
-        count: rows to choose; fewer than that in a smaller batch. step: the global step, from 0 or 1 on.
+        real: whether each row is a sequence of the rollout; the others are padding, used if there are too few.
+        count: number of rows, at most the batch. step: the global step.
 
     Returns:
         Distinct rows, ascending.
     """
-    ours = [row for row, is_real in enumerate(real) if is_real]
-    others = [row for row, is_real in enumerate(real) if not is_real]
-    if len(ours) <= count:
-        return sorted((ours + others)[:count])
-    return sorted(ours[(step * count + offset) % len(ours)] for offset in range(count))
+    sequences = [row for row, is_real in enumerate(real) if is_real]
+    padding = [row for row, is_real in enumerate(real) if not is_real]
+    if len(sequences) <= count:
+        return sorted((sequences + padding)[:count])
+    return sorted(sequences[(step * count + offset) % len(sequences)] for offset in range(count))
 
 
 def first_difference(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor) -> Difference | None:
-    """Compare the bits of two sets of log-probabilities; None where all response tokens agree.
-
-    Bits, not values: a NaN equals itself, and 0 differs from -0.
+    """Compare the bits of two sets of log-probabilities, so a NaN equals itself and 0 differs from -0.
 
     Args:
         rollout, actor: FP32, jagged ``[sequences, tokens]``. mask: jagged, non-zero on tokens that the policy sampled.
 
+    Returns:
+        None if all response tokens agree.
+
     Raises:
-        ValueError: the three do not have one length per sequence, or are not FP32.
+        ValueError: lengths differ, or a tensor is not FP32.
     """
     offsets = mask.offsets()
     for name, tensor in (("rollout", rollout), ("actor", actor)):
@@ -82,21 +76,18 @@ def first_difference(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Ten
     sampled = mask.values().bool()
     left, right = rollout.values(), actor.values()
     different = (left.view(torch.int32) != right.view(torch.int32)) & sampled
-    at = different.nonzero().flatten()
-    if not len(at):
+    places = different.nonzero().flatten()
+    if not len(places):
         return None
-    first = int(at[0])
-    # The sequence in which the token lies; empty ones in front of it share its offset.
+    first = int(places[0])
+    # Empty sequences before the token's share its offset.
     row = int(torch.searchsorted(offsets, first, right=True)) - 1
     token = first - int(offsets[row])
-    return Difference(row, token, left[first].item(), right[first].item(), len(at), int(sampled.sum()))
+    return Difference(row, token, left[first].item(), right[first].item(), len(places), int(sampled.sum()))
 
 
 def rows_per_rank(rollout: Any) -> int:
-    """Sequences of one micro-batch of the forward that is left out, from verl's config of the rollout.
-
-    With micro-batches by tokens, as many of the longest sequences as fit one.
-    """
+    """Sequences of one micro-batch of the skipped forward, from verl's rollout config."""
     if rollout.log_prob_use_dynamic_bsz:
         longest = rollout.prompt_length + rollout.response_length
         return max(1, rollout.log_prob_max_token_len_per_gpu // longest)
@@ -110,7 +101,7 @@ def check(trainer: Any, batch: Any) -> dict[str, float]:
         trainer: verl's ``PPOTrainer``. batch: its ``KVBatchMeta``, balanced over the ranks.
 
     Returns:
-        Metrics of the checked sequences, see above, and how many of them and of their tokens there were.
+        Metrics of the checked sequences, and the numbers of these sequences and of their tokens.
 
     Raises:
         LogProbsDiffer: a token differs in a bit.
@@ -127,7 +118,7 @@ def check(trainer: Any, batch: Any) -> dict[str, float]:
     rows = rows_to_check(real, a_rank * ranks, trainer.global_steps)
     keys = [batch.keys[row] for row in rows]
 
-    # As a tensor and not by keys: results by key would be fields that the other sequences lack.
+    # Fetched, since results stored by key would be fields that other sequences lack.
     data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id)
     data = data.select(*(name for name, value in data.items() if isinstance(value, torch.Tensor)))
     stated, mask, responses = data["rollout_log_probs"], data["response_mask"], data["responses"]
@@ -138,9 +129,9 @@ def check(trainer: Any, batch: Any) -> dict[str, float]:
         temperature=config.rollout.temperature,
         micro_batch_size_per_gpu=a_rank,
     )
-    found = workers.compute_log_prob(data)
-    actor = response_from_nested(found["log_probs"], mask)
-    entropy = response_from_nested(found["entropy"], mask)
+    outputs = workers.compute_log_prob(data)
+    actor = response_from_nested(outputs["log_probs"], mask)
+    entropy = response_from_nested(outputs["entropy"], mask)
 
     difference = first_difference(stated, actor, mask)
     if difference is not None:
@@ -149,13 +140,13 @@ def check(trainer: Any, batch: Any) -> dict[str, float]:
     return _metrics(config.actor, stated, actor, entropy, mask, responses)
 
 
-def _message(found: Difference, step: int, keys: list[str], rows: list[int], token_id: int) -> str:
+def _message(first: Difference, step: int, keys: list[str], rows: list[int], token_id: int) -> str:
     return (
-        f"jetrl.old_log_probs=rollout: in step {step} the log-probability of response token {found.token} (id "
-        f"{token_id}) of sequence {keys[found.row]}, position {rows[found.row]} of the batch, is "
-        f"{_shown(found.rollout)} in the rollout and {_shown(found.actor)} in the actor's forward; {found.count} of "
-        f"{found.checked} checked tokens differ, so the two sides are not one policy and the rollout's values are not "
-        "the old ones. Set jetrl.old_log_probs=compute, and run `jetrl diff` to find the operation that differs."
+        f"jetrl.old_log_probs=rollout: in step {step} the log-probability of response token {first.token} (id "
+        f"{token_id}) of sequence {keys[first.row]}, position {rows[first.row]} of the batch, is "
+        f"{_shown(first.rollout)} in the rollout and {_shown(first.actor)} in the actor's forward; {first.count} of "
+        f"{first.checked} checked tokens differ, so trainer and rollout are different policies. "
+        "Set jetrl.old_log_probs=compute, and run `jetrl diff` to find the operation that differs."
     )
 
 
@@ -172,7 +163,7 @@ def _metrics(
     mask: torch.Tensor,
     responses: torch.Tensor,
 ) -> dict[str, float]:
-    """What verl reports of a whole batch's forward, of these sequences, through verl's own functions."""
+    """verl's metrics of a whole batch's forward, for these sequences, by verl's own functions."""
     from tensordict import TensorDict
     from verl.protocol import DataProto
     from verl.trainer.ppo.core_algos import agg_loss
@@ -208,5 +199,5 @@ def _metrics(
 
 
 def install_in_trainer() -> None:
-    """Check every batch of verl's trainer, if this process holds it; verl's bypass mode must be on."""
+    """Check every batch of verl's trainer in the process that runs it; verl's bypass mode must be on."""
     run_after_old_log_probs("check of the rollout's log-probabilities", check)

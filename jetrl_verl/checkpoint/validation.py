@@ -1,18 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A damaged checkpoint stops the resume by name, before a byte of it is loaded.
+"""Stops a resume from a damaged checkpoint, naming the file, before anything is loaded.
 
-What verl 0.9.1 and torch do by themselves with a checkpoint that a full disk or a lost machine has left behind:
-
-* a truncated file fails in ``torch.load`` with a message about zip archives that names neither file nor remedy;
-* a file whose bytes changed, or whose blocks the file system never wrote, *loads*: torch writes a checksum per tensor
-  and does not read it back;
-* a full disk ends in ``unexpected pos 2853504 vs 2853396``, which names neither disk nor file.
-
-What verl notes as its latest checkpoint is read by patches/checkpoint_tracker.py.
-
-Nothing is skipped silently here: which checkpoint to go back to is the user's choice, and each message says how.
-Reading the checksums costs one pass over the files per rank, which warms the page cache for the load behind it.
+torch reports a truncated file as a broken zip archive and does not verify the checksums that it writes, so flipped
+bytes load; a full disk ends in ``unexpected pos 2853504 vs 2853396``. The checksums cost one pass over the files per
+rank. patches/checkpoint_tracker.py reads verl's note of the latest checkpoint.
 """
 
 import contextlib
@@ -30,37 +22,35 @@ from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpoin
 _CONTENTS = ("model", "optim", "extra_state")
 
 KEPT_SCALES = "int8_scales.pt"
-"""File of rank 0 beside verl's: the scales that ``jetrl.int8_scales=first`` keeps."""
+"""Rank 0's file with the scales that ``jetrl.int8_scales=first`` keeps."""
 
 _OF_THE_WRITE = re.compile("inline_container|PytorchStreamWriter|unexpected pos")
-"""Words in the errors of torch's zip writer, which are plain RuntimeErrors."""
+"""Words in the errors of torch's zip writer, plain RuntimeErrors."""
 
 
 class UnwrittenCheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message names the folder, the space left on its disk and what to do."""
+    """A checkpoint could not be written; the message names the folder and the space left on its disk."""
 
 
 @contextlib.contextmanager
 def explained(folder: str | Path) -> Iterator[None]:
-    """Turn a failed write of a checkpoint to ``folder`` into one error that names the space left on its disk.
-
-    Other errors of a save, such as those of a GPU or of NCCL, pass.
+    """Turn a failed write of a checkpoint to ``folder`` into an error that names the space left on its disk.
 
     Raises:
-        UnwrittenCheckpointError: from the error of the write.
+        UnwrittenCheckpointError: from the error of the write; errors of a GPU or of NCCL pass unchanged.
     """
     try:
         yield
     except (OSError, RuntimeError) as error:
-        existing = next((place for place in (Path(folder), *Path(folder).parents) if place.exists()), None)
+        existing = next((path for path in (Path(folder), *Path(folder).parents) if path.exists()), None)
         of_the_write = isinstance(error, OSError) or _OF_THE_WRITE.search(str(error))
         if not of_the_write or "://" in str(folder) or existing is None:
             raise
         free = shutil.disk_usage(existing).free / 2**20
         reason = str(error).partition("\n")[0]
         raise UnwrittenCheckpointError(
-            f"checkpoint: {folder} could not be written ({reason}); its disk has {free:.0f} MiB left; make room and "
-            "start again with trainer.resume_mode=auto, which goes on from the last complete checkpoint"
+            f"checkpoint: {folder} could not be written ({reason}); its disk has {free:.0f} MiB left. Make room and "
+            "start again with trainer.resume_mode=auto, which resumes from the last complete checkpoint."
         ) from error
 
 
@@ -68,12 +58,11 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     """Read one rank's files of a checkpoint and compare them with the checksums they carry.
 
     Args:
-        folder: ``.../global_step_<n>/actor`` (or ``critic``) as verl's FSDP checkpoint manager wrote it. A path on a
-            remote file system is left to verl.
-        rank, world_size: of this process; rank 0 also reads ``KEPT_SCALES`` and ``data.pt`` beside the folder.
+        folder: ``.../global_step_<n>/actor`` (or ``critic``) of verl's FSDP checkpoint manager; remote paths pass.
+        rank, world_size: of this process; rank 0 also reads ``KEPT_SCALES`` and ``../data.pt``.
 
     Raises:
-        DamagedCheckpointError: a file is missing, truncated, or has other bytes than were written.
+        DamagedCheckpointError: a file is missing, truncated or has changed.
     """
     if "://" in str(folder):
         return
@@ -83,7 +72,7 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
     if rank == 0:
         files += [file for file in (folder / KEPT_SCALES, folder.parent / "data.pt") if file.exists()]
     present = [file for file in files if file.exists()]
-    # What the user chose not to save (checkpoint.save_contents) is absent on every rank.
+    # Contents that the user chose not to save (checkpoint.save_contents) are absent on every rank.
     for file in set(files) - set(present):
         if not present or any(folder.glob(f"{file.name.partition('_world')[0]}_world_size_*.pt")):
             raise DamagedCheckpointError(f"the checkpoint file {file} is missing; {_remedy(folder.parent)}")
@@ -94,28 +83,25 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
 
 
 def check_ranks(folder: Path, world_size: int) -> None:
-    """Raise ``DamagedCheckpointError`` if a role's folder of a checkpoint was written by other numbers of ranks alone;
-    one that is not there, or holds none of verl's files, passes."""
-    written = {
-        int(found.group(1)) for file in folder.glob("*.pt") if (found := re.search(r"world_size_(\d+)_", file.name))
-    }
+    """Raise ``DamagedCheckpointError`` if a role's folder was written by another number of ranks only."""
+    matches = [re.search(r"world_size_(\d+)_", file.name) for file in folder.glob("*.pt")]
+    written = {int(match.group(1)) for match in matches if match}
     if written and world_size not in written:
         count = ", ".join(map(str, sorted(written)))
         raise DamagedCheckpointError(
             f"the checkpoint {folder} was written by {count} {'rank' if written == {1} else 'ranks'} and this run has "
-            f"{world_size}; resume with as many GPUs, or rewrite it with optimizer and schedule (FSDP2; jetrl reshard "
+            f"{world_size}. Resume with as many GPUs, or rewrite it with optimizer and schedule (FSDP2; jetrl reshard "
             f"{folder.parent} --gpus {world_size}), or merge it (python -m verl.model_merger merge --backend fsdp) and "
-            "start from the merged model"
+            "start from the merged model."
         )
 
 
 def check_resume(config: DictConfig) -> None:
-    """In the driver, before Ray: what a run will resume from, as far as names tell. Files that only the trainer's
-    hosts see, and their bytes, are checked there (:func:`check_checkpoint`).
+    """In the driver, before Ray: check the names of the checkpoint's files; hosts check bytes
+    (:func:`check_checkpoint`).
 
     Raises:
-        DamagedCheckpointError: verl's note of the latest checkpoint is damaged, or the actor's files were written by
-            another number of ranks.
+        DamagedCheckpointError: verl's note of the latest checkpoint is damaged, or the number of ranks differs.
     """
     trainer = OmegaConf.select(config, "trainer") or {}
     mode, folder = trainer.get("resume_mode"), trainer.get("default_local_dir")
@@ -131,21 +117,20 @@ def check_resume(config: DictConfig) -> None:
 
 
 def drop_other_world_sizes(folder: str | Path, world_size: int) -> None:
-    """Delete the shards that another number of ranks left in a folder which this many have now written.
+    """Delete shards of other numbers of ranks from a folder that was just written.
 
-    verl clears no folder that it saves to, so a run that went back to an earlier step on other GPUs would leave two
-    policies there, and a resume on the old number of GPUs would take the older one.
+    verl does not clear the folder, so a later resume on the old number of GPUs would load an older policy.
     """
     if "://" in str(folder):
         return
     for content in _CONTENTS:
         for file in Path(folder).glob(f"{content}_world_size_*_rank_*.pt"):
             if not file.name.startswith(f"{content}_world_size_{world_size}_"):
-                file.unlink(missing_ok=True)  # every rank of a machine does the same
+                file.unlink(missing_ok=True)  # every rank of a machine does this
 
 
 def _fault_of(file: Path) -> str | None:
-    """What is wrong with a file of ``torch.save``, None if its bytes are those that were written."""
+    """The fault of a file of ``torch.save``; None if its checksums match."""
     try:
         with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()

@@ -1,15 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Samples of a mixture's experts for the quantization metrics: what is quantized, and of which expert each row is.
+"""Samples of a mixture's experts for the quantization metrics, with the expert of each row.
 
-A router that sends little to an expert leaves its weights with small updates, its activations with few rows and its
-gradients with groups of few tokens; a mean over all experts hides that. So each sample knows its experts, and the
-metrics name the worst one.
-
-What is exact as a sample (quantization.py) is so here: a block of 128x128 of each expert's weight, rows of tokens in
-front of the experts, rows of pairs in front of the down projection, and of both gradients a group of 128 rows of one
-expert's segment, which WGrad contracts. Gate and up's gradient exists in registers of one kernel only; its operands are
-handed over in backward (``JetExperts.on_backward``), and the same formula gives the group's.
+They are exact as in quantization.py: a 128x128 block of each expert's weight, rows of tokens before the experts, rows
+of pairs before the down projection, and of both gradients a group of 128 rows of one expert's segment. Gate and up's
+gradient exists in one kernel's registers only, so it is recomputed from operands handed over in backward
+(``JetExperts.on_backward``).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,8 +28,8 @@ class Sample(NamedTuple):
     """A quantized sample.
 
     Attributes:
-        kind, tensor: under which metrics list it. values: ``[rows, columns]``. quantized: of them. restored: FP32.
-        owners: ``[rows]`` int64, the expert of each row; None where a row is of several.
+        kind, tensor: names of its metrics. values: ``[rows, columns]``. quantized: of these. restored: FP32.
+        owners: ``[rows]`` int64, the expert of each row; None if a row belongs to several.
     """
 
     kind: str
@@ -46,7 +42,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class SampledExperts:
-    """One layer's experts, stock or ours.
+    """One layer's experts.
 
     Attributes:
         module: transformers' module or :class:`JetExperts`. gate_up, down: plans of its parameters.
@@ -64,7 +60,7 @@ class SampledExperts:
         return self.down.experts
 
     def weights(self, step: int) -> Iterator[Sample]:
-        """One block of each expert's weights, another one at each ``step``."""
+        """One block of each expert's weights, which depends on ``step``."""
         for plan in (self.gate_up, self.down):
             weight = getattr(self.module, leaf(plan.suffix)).detach()
             across, place = plan.k // BLOCK, step * 7919 % (plan.n // BLOCK * (plan.k // BLOCK))
@@ -75,10 +71,10 @@ class SampledExperts:
             yield Sample(plan.kind, "W", blocks, q, self.number_format.dequantize_weight(q), owners)
 
     def inputs(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[Sample]:
-        """What the experts of a few tokens read.
+        """Inputs of the experts of a few tokens.
 
         Args:
-            x: ``[T, H]`` BF16. chosen: ``[T, k]``, of them. weights: ``[T, k]``.
+            x: ``[T, H]`` BF16. chosen: experts ``[T, k]``. weights: ``[T, k]``.
         """
         number_format, module = self.number_format, self.module
         q = number_format.quantize_activation(x, self.rule)
@@ -96,10 +92,10 @@ class SampledExperts:
         yield Sample(self.down.kind, "X", values, inner, number_format.dequantize_activation(inner), owners)
 
     def gradients(self, chosen: torch.Tensor, step: int) -> Callable[[torch.Tensor], Iterator[Sample]] | None:
-        """What measures the output's gradient ``[..., H]`` in backward; None of experts that train in BF16.
+        """A function that samples the output's gradient ``[..., H]`` in backward; None for experts that train in BF16.
 
         Args:
-            chosen: ``[T, k]``, of all tokens. step: another group of rows at each.
+            chosen: experts ``[T, k]`` of all tokens. step: selects the group of rows.
         """
         if not isinstance(self.module, JetExperts):
             return None
@@ -116,7 +112,7 @@ class SampledExperts:
     def gradients_of_gate_up(
         self, dh: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, segments: Segments, step: int
     ) -> Iterator[Sample]:
-        """What gate and up's DGrad and WGrad read, of one group of rows; arguments of ``JetExperts.on_backward``."""
+        """Inputs of gate and up's DGrad and WGrad, one group of rows; arguments of ``JetExperts.on_backward``."""
         place, owner = _group(segments, step)
         rows, _ = gradients_of_rows(dh[place], gate_up[place], weights, segments.pair[place])
         yield from self._gradient(self.gate_up.kind, rows, owner)
@@ -130,8 +126,8 @@ class SampledExperts:
 
 
 def _group(segments: Segments, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places ``[128]`` of one group of rows, another at each ``step``, and its expert ``[1]``. On the device: the host
-    does not know how many groups there are."""
+    """Rows ``[128]`` of one group, selected by ``step``, and its expert ``[1]``; on the device, which alone knows their
+    number."""
     group = step * 7919 % (segments.start[-1].long() // BLOCK).clamp(min=1)
     place = group * BLOCK + torch.arange(BLOCK, device=segments.pair.device)
     return place, torch.searchsorted(segments.start[1:].long(), place[:1], right=True)
@@ -140,14 +136,14 @@ def _group(segments: Segments, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def experts_of(
     model: nn.Module, plans: Mapping[str, LinearPlan], number_format: Format, rule: ScaleRule
 ) -> dict[str, SampledExperts]:
-    """Name -> the quantized experts of each layer; nothing of a dense model."""
+    """Name -> the quantized experts of each layer; empty for a dense model."""
     parameters: dict[str, list[LinearPlan]] = {}
     for plan in plans.values():
         if plan.experts > 1 and plan.quantized:
             parameters.setdefault(plan.suffix.rpartition(".")[0], []).append(plan)
-    found = {}
+    layers = {}
     for suffix, (gate_up, down) in parameters.items():
         for name, module in model.named_modules():
             if name.endswith(f".{suffix}"):
-                found[name] = SampledExperts(module, gate_up, down, number_format, rule)
-    return found
+                layers[name] = SampledExperts(module, gate_up, down, number_format, rule)
+    return layers

@@ -1,10 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How the metrics of metrics/mismatch.py enter verl's own dictionaries: through the hooks of patches/batch_hooks.py.
-
-The trainer's get the tail of the differences and the shares of truncated tokens, the actor's the shares of clipped
-ones.
-"""
+"""Reports metrics/mismatch.py through verl's own dictionaries, by the hooks of patches/batch_hooks.py."""
 
 import functools
 from typing import Any
@@ -13,28 +9,28 @@ from jetrl_verl.metrics.mismatch import by_sign, clipped, prefixed, tail, trunca
 from jetrl_verl.patches.batch_hooks import add_debug_metrics, run_after_advantages, wrap_policy_losses
 
 REACHES = ("verl.workers.utils.losses:ppo_loss",)
-"""``ppo_loss`` calls the policy losses that are wrapped here; scripts/reach.py watches it."""
+"""Calls the policy losses that are wrapped here; scripts/reach.py watches it."""
 
 
 def install_in_trainer() -> None:
-    """Register the trainer's two hooks, in the one process that holds verl's trainer; idempotent."""
+    """Register the trainer's two hooks in the process that runs verl's trainer; idempotent."""
     run_after_advantages("truncated shares", _truncation)
     add_debug_metrics("tail", _tail)
 
 
 def install_in_actor() -> None:
-    """Register the hook of verl's policy losses, in a process that trains; idempotent."""
+    """Register the hook of verl's policy losses in an actor's process; idempotent."""
     wrap_policy_losses("clipped shares", _with_clipped_shares)
 
 
 def _tail(data: Any) -> dict[str, float]:
     batch = data.batch
-    found = tail(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
-    return {f"training/rollout_log_probs_diff_{name}": value for name, value in found.items()}
+    differences = tail(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+    return {f"training/rollout_log_probs_diff_{name}": value for name, value in differences.items()}
 
 
 def _truncation(batch: Any, algorithm: Any) -> dict[str, float]:
-    """Shares of truncated tokens; nothing where no importance weight was applied."""
+    """Shares of truncated tokens; empty without importance weights."""
     from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
 
     correction = algorithm.get("rollout_correction") if algorithm is not None else None

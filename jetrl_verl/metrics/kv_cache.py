@@ -1,14 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a quantized KV cache loses of keys and values, by layer, from a sample of the trainer's own.
+"""Metrics of a quantized KV cache's rounding, by layer, from a sample of the trainer's keys and values.
 
-The trainer's attention quantizes what it is given as the rollout's cache does (kernels/kv_cache.py), one head of one
-token at a time. So 128 tokens of the first micro-batch, keys after rotary, quantize to the very data that attention
-sees and the cache holds; nothing is recorded on the way.
-
-Beside underflow, subnormals and noise there is saturation: the share of non-zero elements that were cut off at the
-largest number of the format, 448 times the scale. A scale made of the head's own maximum leaves none. What is above
-zero there is a rule that clips, or a kernel that is wrong.
+The trainer quantizes one head of one token at a time, as the rollout's cache does, so 128 tokens of the first
+micro-batch give the very data in the cache. ``saturated`` is the share of non-zero elements clipped at 448 times the
+scale; with scales from the head's own maximum it is 0.
 """
 
 from collections.abc import Iterator
@@ -29,7 +25,7 @@ class KVCacheSampler:
     """Measures a sample of a model's keys and values while it runs.
 
     Args:
-        model: the trainer's model with shared operations; one without them, or with a BF16 cache, has no metrics.
+        model: the trainer's model; without shared operations or with a BF16 cache there are no metrics.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,19 +62,18 @@ class KVCacheSampler:
             self._tallies[heads.tensor, index] = torch.cat([sums, core.kv_cache.saturated(heads)[None]])
 
     def metrics(self) -> dict[str, float]:
-        """What the last :meth:`sampling` found: ``kv_cache/{K,V}/{underflow,subnormal,saturated,snr_db}`` over the
-        sampled layers, and of each by itself ``kv_cache/{K,V}/layer_<i>/...``. Waits for the device once."""
+        """``kv_cache/{K,V}/{underflow,subnormal,saturated,snr_db}`` over the sampled layers, and of each layer
+        ``kv_cache/{K,V}/layer_<i>/...``. Waits for the device once."""
         if not self._tallies:
             return {}
         keys = list(self._tallies)
-        # To the host at once: what is added and divided below are FP64 sums.
+        # To the host at once; the rest is arithmetic on a few FP64 sums.
         sums = dict(zip(keys, torch.stack([self._tallies[key] for key in keys]).cpu(), strict=True))
         by_name: dict[str, torch.Tensor] = {}
         for (tensor, index), values in sums.items():
             by_name[f"{tensor}/layer_{index}"] = values
             by_name[tensor] = by_name.get(tensor, 0) + values
-        found = shares({(KIND, name): values[:5] for name, values in by_name.items()})
-        return found | {
+        return shares({(KIND, name): values[:5] for name, values in by_name.items()}) | {
             f"{KIND}/{name}/saturated": (values[5] / values[0]).item()
             for name, values in by_name.items()
             if values[0] > 0

@@ -1,14 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How far rollout and trainer are apart on single tokens, and where a correction or a clip acted; plain tensors.
+"""Mismatch of rollout and trainer on single tokens, and where a correction or a clip acted; plain tensors.
 
-verl reports the mismatch of rollout and trainer already: ``rollout_corr/*`` (KL estimates, perplexities, chi-squared)
-and ``training/rollout_probs_diff_*`` (differences of *probabilities*). What both lack is the tail of the difference of
-log-probabilities, which is what an importance ratio exponentiates: a mean of 1e-3 may hide tokens whose ratio is 2.
-
-Shares by sign of advantage are shares of *all* response tokens, so that the two signs add up to verl's own fractions
-and means over equal micro-batches are right; divide by ``advantage/positive`` or ``advantage/negative`` for the share
-within a sign. metrics/hooks.py hands these functions to verl's trainer and actor.
+verl reports ``rollout_corr/*`` and differences of probabilities; this adds the tail of differences of
+log-probabilities, which an importance ratio exponentiates. Shares by sign of advantage are shares of all response
+tokens, so both signs add up to verl's fractions; divide by ``advantage/{positive,negative}`` for the share within a
+sign.
 """
 
 import math
@@ -22,7 +19,7 @@ SIGNS = ("positive", "negative")
 def tail(log_probs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """99.9th percentile and maximum of |difference of log-probabilities| over the response tokens.
 
-    The percentile is the smallest difference that at least 99.9% of the tokens do not exceed.
+    The percentile is the smallest difference that 99.9% of the tokens do not exceed.
 
     Args:
         log_probs, other: ``[B, T]``. mask: ``[B, T]``, non-zero on response tokens.
@@ -33,7 +30,7 @@ def tail(log_probs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> di
     differences = (log_probs - other).abs()[mask.bool()].float()
     if differences.numel() == 0:
         return {}
-    # kthvalue and not quantile, which refuses more than 16 million values.
+    # torch.quantile refuses more than 16 million values.
     rank = math.ceil(differences.numel() * 0.999)
     return {"p999": differences.kthvalue(rank).values.item(), "max": differences.max().item()}
 
@@ -45,7 +42,7 @@ def by_sign(acted: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -
         acted, advantages, mask: ``[B, T]``.
 
     Returns:
-        ``{"positive": ..., "negative": ...}``, zero where there is no response token.
+        ``{"positive": ..., "negative": ...}``, zero without a response token.
     """
     mask = mask.bool()
     acted = acted.bool() & mask
@@ -66,7 +63,7 @@ def truncated(
 
     Args:
         old_log_probs, rollout_log_probs, mask: ``[B, T]``.
-        level: ``"token"``, or ``"sequence"`` where the weight is the product over the sequence's response tokens.
+        level: ``"token"``, or ``"sequence"``, where the weight is the product over the response.
         upper: weights above are truncated. lower: with a second bound (IcePop), weights outside both are zeroed.
 
     Returns:
@@ -83,17 +80,16 @@ def truncated(
 
 
 def clipped(loss: torch.Tensor, log_probs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor | None:
-    """Tokens that a policy loss has cut off: a non-zero advantage and no gradient at all.
+    """Tokens that a policy loss has clipped: a non-zero advantage and a zero gradient.
 
-    That is what clipping is, whatever the loss: the definition holds for PPO's two bounds, dual clipping, bounds that
-    differ from token to token and ratios of sequences alike, and needs none of their settings. A token whose weight was
-    zeroed (IcePop) counts too. It costs a backward through the loss, not through the model.
+    It holds for any loss, whatever its bounds, and counts tokens whose weight was zeroed (IcePop). It costs a backward
+    through the loss, not through the model.
 
     Args:
         loss: scalar. log_probs: ``[B, T]``, from which the loss was computed. advantages: ``[B, T]``.
 
     Returns:
-        bool ``[B, T]``; None where the loss has no graph, as in a forward without gradients.
+        bool ``[B, T]``; None if the loss has no graph.
     """
     if not (loss.requires_grad and log_probs.requires_grad):
         return None

@@ -1,30 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the FP8 rounding does to a training run's own tensors, as metrics of verl's tracking, from a sample.
+"""Metrics of what FP8 rounding does to a run's own tensors, from a sample, per kind of layer (docs/metrics.md).
 
-Three questions, each answered per kind of layer (``qkv``, ``o``, ``gate_up``, ``down``):
-
-* *What does a quantizer lose?* Of a tensor's non-zero elements, the share that becomes zero (underflow) and the share
-  in E4M3's subnormal range, where fewer than three mantissa bits are left; and the ratio of signal to rounding noise.
-  For X and W as FProp reads them, and for dY as DGrad (``dY``) and as WGrad (``dY_tokens``) reads it. The groups along
-  tokens see the largest spread: one scale covers 128 tokens with unrelated advantages.
-* *Does an update reach the rollout?* The share of weight qdata, and of block scales, that differ from those of the last
-  weight sync. At a learning rate of 1e-6 an update can vanish in 8 bits.
-* *Is a weight still a number?* A NaN or Inf in a weight stops the sync, which names the weight.
-
-With an FP8 KV cache the first question is also asked of keys and values (metrics/kv_cache.py). In a mixture of experts
-the first two are also asked of every expert, and the extremes are reported (metrics/experts.py): the number of metrics
-does not grow with the number of experts.
-
-**Why a sample is exact.** Groups of 1x128 lie in one row, blocks of 128x128 in one band of 128 rows, and groups along
-tokens in 128 consecutive ones. So 128 consecutive rows from a multiple of 128 quantize by themselves to the very qdata
-that the GEMMs read: layers need not record anything, and a layer that trains in BF16 can be measured as well.
-
-**What it costs.** In the first pass after each sync, one such group of rows of the first micro-batch, in at most
-``SAMPLED_LAYERS`` decoder layers: a number of elements that does not grow with the batch, and one wait for the device
-at the end. The comparison keeps ``SAMPLED_QDATA`` qdata of each weight, 64 KiB, and all its scales, 1/4096 of the
-weight's qdata: 18 MiB on the trainer's device for an 8B model with its 252 weights. Of experts it keeps
-``SAMPLED_OF_AN_EXPERT`` of each and at most as many scales.
+Reported are underflow, subnormals and signal-to-noise ratio of X, W and both layouts of dY; the share of weight qdata
+and scales that changed since the last sync; and, by an error, NaN or Inf in a weight. A sample is exact: 128
+consecutive rows from a multiple of 128 quantize to the very qdata that the GEMMs read, so layers record nothing. It is
+taken in the first pass after each sync, of the first micro-batch, in at most ``SAMPLED_LAYERS`` decoder layers, with
+one wait for the device. The comparison of qdata keeps 64 KiB a weight and all scales, 18 MiB at 8B.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,30 +31,25 @@ from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of
 from jetrl_verl.sync.wire import with_completed
 
 SAMPLED_QDATA = 2**16
-"""FP8 data kept of each weight; of weights in a stack on average, more of larger ones. A share of 1e-3 is then known to
-12% for one weight, to 2% over those of a kind in 36 layers."""
+"""Qdata kept of each weight, on average in a stack: a share of 1e-3 is known to 12%, over 36 layers to 2%."""
 
 SAMPLED_OF_AN_EXPERT = 2**10
-"""FP8 data kept of each expert in a weight. A share of 1e-3 is then known to 14% for one expert over 48 layers."""
+"""Qdata kept of each expert: a share of 1e-3 is known to 14% for one expert over 48 layers."""
 
 _REMEDY = "resume from the last checkpoint, and lower the learning rate or the gradient clip if it happens again"
 
 
 class NonFiniteWeightError(RuntimeError):
-    """A weight holds NaN or Inf; the message names it."""
+    """A weight has NaN or Inf; the message names it."""
 
 
 class QuantizationSampler:
-    """Measures a sample of a model's quantized layers while it runs.
-
-    Holds the layers themselves, so it is built before FSDP wraps the model and stays valid after. Under
-    ``torch.compile`` nothing is measured: a hook inside a compiled region is traced as empty.
+    """Measures a sample of a model's quantized layers while it runs; nothing under ``torch.compile``.
 
     Args:
-        model: the trainer's model, linears already replaced.
+        model: the trainer's model, linear layers already replaced, before FSDP wraps it.
         plans: which projections are quantized, from :func:`jetrl_verl.models.plan.plan_linears`.
-        scale_rule: rule of the qdata.
-        number_format: of the qdata, one that is measured; None where no layer is quantized.
+        scale_rule: rule of the scales. number_format: of the qdata; None if no layer is quantized.
     """
 
     def __init__(
@@ -90,7 +67,7 @@ class QuantizationSampler:
         chosen = sampled_layers(planned)
         self._layers = [layer for index in chosen for layer in planned[index]]
         self._experts = [experts[index] for index in chosen if index in experts]
-        # q, k and v of a decoder layer read one X, and so do gate and up: it is measured at the first of them.
+        # q, k and v read one X, and so do gate and up: measured at the first of them.
         self._reads_x = {id(layer) for index in chosen for layer in dict(reversed(planned[index])).values()}
         self._rule = scale_rule
         self._passes = 0
@@ -123,15 +100,17 @@ class QuantizationSampler:
                 experts.module.on_backward = None
 
     def metrics(self) -> dict[str, float]:
-        """What the last :meth:`sampling` found, see :func:`shares` and :func:`shares_of_experts`; and of a mixture
-        ``experts/{load_max,idle}``: tokens of the expert with most over the mean, and the share of experts with none,
-        in the first micro-batch, means over the sampled layers."""
-        found = shares(self._tallies) | shares_of_experts(self._by_expert)
+        """Metrics of the last :meth:`sampling`, see :func:`shares` and :func:`shares_of_experts`.
+
+        A mixture adds ``experts/load_max``, tokens of the busiest expert over the mean, and ``experts/idle``, the share
+        of experts without tokens: of the first micro-batch, means over the sampled layers.
+        """
+        metrics = shares(self._tallies) | shares_of_experts(self._by_expert)
         if self._pairs:
             pairs = torch.stack(self._pairs).double().cpu()
-            found["experts/load_max"] = (pairs.max(dim=1).values / pairs.mean(dim=1)).mean().item()
-            found["experts/idle"] = (pairs == 0).double().mean().item()
-        return found
+            metrics["experts/load_max"] = (pairs.max(dim=1).values / pairs.mean(dim=1)).mean().item()
+            metrics["experts/idle"] = (pairs == 0).double().mean().item()
+        return metrics
 
     def _first(self, layer: nn.Module, tensor: str) -> bool:
         # Activation checkpointing calls a layer twice, and a pass has many micro-batches.
@@ -146,8 +125,8 @@ class QuantizationSampler:
         return sampled_rows(matrix.detach().flatten(0, -2), self._passes)
 
     def _add(self, kind: str, tensor: str, values: torch.Tensor, q: QuantizedTensor, restored: torch.Tensor) -> None:
-        found = tally(self._format, values, q.qdata, restored)
-        self._tallies[kind, tensor] = self._tallies[kind, tensor] + found if (kind, tensor) in self._tallies else found
+        sums = tally(self._format, values, q.qdata, restored)
+        self._tallies[kind, tensor] = self._tallies[kind, tensor] + sums if (kind, tensor) in self._tallies else sums
 
     def _add_of_experts(self, experts: int, sample: Sample) -> None:
         kind, tensor, values, q, restored, owners = sample
@@ -155,8 +134,8 @@ class QuantizationSampler:
             self._add(kind, tensor, values, q, restored)
             return
         rows = tally(self._format, values, q.qdata, restored, dims=(1,))
-        found = rows.new_zeros(experts, rows.shape[1]).index_add_(0, owners, rows)
-        for tallies, sums in ((self._by_expert, found), (self._tallies, found.sum(dim=0))):
+        by_expert = rows.new_zeros(experts, rows.shape[1]).index_add_(0, owners, rows)
+        for tallies, sums in ((self._by_expert, by_expert), (self._tallies, by_expert.sum(dim=0))):
             tallies[kind, tensor] = tallies[kind, tensor] + sums if (kind, tensor) in tallies else sums
 
     @torch.no_grad()
@@ -220,7 +199,7 @@ class QuantizationSampler:
 
 
 class _Sampled(NamedTuple):
-    """What is kept of an item of a sync: every ``step``th of its elements."""
+    """The sample of a sync's item: every ``step``th of its elements."""
 
     name: Name
     sample: torch.Tensor
@@ -229,13 +208,10 @@ class _Sampled(NamedTuple):
 
 
 class CodeChanges:
-    """Compares the qdata of the last weight sync with those of the last report, on a fixed sample spread over every
-    block.
+    """Compares qdata of the last weight sync with those of the last report, on a fixed sample of every block.
 
-    The last report was about the sync before. Only where verl sends the same weights again in between, as its
-    validation does with a colocated reward model, it is an older one: else what the update changed would be lost.
-
-    Every rank gathers and quantizes the whole weights, so all ranks find the same shares.
+    Syncs without a report in between (verl may send the same weights twice) do not move the baseline. All ranks have
+    the whole weights, so they get the same shares.
     """
 
     def __init__(self, plans: Mapping[str, LinearPlan]) -> None:
@@ -245,7 +221,7 @@ class CodeChanges:
         self._read = True
 
     def watch(self, weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
-        """Pass a sync's stream of qdata, scales and other tensors through."""
+        """Pass a sync's stream through and sample it."""
         if self._read:
             self._before = self._kept
         self._kept, self._read = {}, False
@@ -258,8 +234,8 @@ class CodeChanges:
             yield name, tensor
 
     def metrics(self) -> dict[str, float]:
-        """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync, of experts also the least and the
-        largest share of one, ``.../<kind>_expert_{min,max}``; nothing after the first sync."""
+        """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync, for experts also
+        ``.../<kind>_expert_{min,max}``; empty after the first sync."""
         self._read = True
         different: dict[str, list[torch.Tensor]] = {}
         for names in self._kept.keys() & self._before.keys():
@@ -271,34 +247,33 @@ class CodeChanges:
         if not different:
             return {}
 
-        found = {}
+        metrics = {}
         for name, group in different.items():
             share = torch.cat(group, dim=-1).double().mean(dim=-1)
-            found[name] = share.mean()
+            metrics[name] = share.mean()
             if share.ndim:
-                found[f"{name}_expert_min"], found[f"{name}_expert_max"] = share.aminmax()
-        return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True))
+                metrics[f"{name}_expert_min"], metrics[f"{name}_expert_max"] = share.aminmax()
+        return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
 def _spread(tensor: torch.Tensor, weights: int) -> tuple[torch.Tensor, int]:
-    """A copy of ``SAMPLED_QDATA`` elements or a few more for each of so many weights below each other, and their
-    distance; a tensor of no more than that itself.
+    """(sample of about ``SAMPLED_QDATA`` elements of each of ``weights`` weights, its step); small tensors whole.
 
-    Of experts ``[E, N, K]`` a matrix ``[E, S]``, with ``SAMPLED_OF_AN_EXPERT`` elements or a few more of each.
+    Of experts ``[E, N, K]`` about ``SAMPLED_OF_AN_EXPERT`` elements each, as ``[E, S]``.
     """
     if tensor.ndim == 3:
-        each = tensor.flatten(1)
-        step = max(each.shape[1] // SAMPLED_OF_AN_EXPERT, 1) | 1
-        return each[:, ::step].clone(), step
+        experts = tensor.flatten(1)
+        step = max(experts.shape[1] // SAMPLED_OF_AN_EXPERT, 1) | 1
+        return experts[:, ::step].clone(), step
     if tensor.numel() <= SAMPLED_QDATA * weights:
         return tensor.reshape(-1), 1
-    # An odd stride walks through all columns of a power-of-two width instead of a few.
+    # An odd step visits all columns of a power-of-two width.
     step = max(tensor.numel() // (SAMPLED_QDATA * weights), 1) | 1
     return tensor.view(-1)[::step].clone(), step
 
 
 def _sampled_parts(name: Name, sample: torch.Tensor, elements: int, step: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, its part of a sample) of an item of so many elements, every ``step``th of which is in the sample."""
+    """(name, its part of the sample) of an item with so many elements."""
     if not isinstance(name, Stack):
         yield name, sample
         return
@@ -310,7 +285,7 @@ def _sampled_parts(name: Name, sample: torch.Tensor, elements: int, step: int) -
 
 
 class QuantizationMetrics:
-    """Samplers and qdata changes of one trainer, measured once after each weight sync.
+    """All quantization metrics of one trainer, measured once after each weight sync.
 
     Args:
         model, plans, scale_rule, number_format: see :class:`QuantizationSampler`.
@@ -325,16 +300,15 @@ class QuantizationMetrics:
         self._due = False
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass a sync's stream through; the next :meth:`measuring` is then the first of a step."""
+        """Pass a sync's stream through, and measure in the next :meth:`measuring`."""
         self._due = True
         return self._changes.watch(weights)
 
     @contextmanager
     def measuring(self, metrics: dict[str, list[float]]) -> Iterator[None]:
-        """Around a mini-batch: put ``jetrl/...`` into ``metrics`` at the end if it is the first after a sync.
+        """Around a mini-batch: if it is the first after a sync, put ``jetrl/...`` into ``metrics`` at the end.
 
-        Lists of one, because verl joins the lists of ranks and mini-batches and takes their mean. Every rank measures
-        rows of its own; the ranks' shares are averaged, and so are their decibels.
+        Values are lists of one, since verl averages over ranks and mini-batches; every rank measures its own rows.
         """
         if not self._due:
             yield
@@ -342,8 +316,8 @@ class QuantizationMetrics:
         self._due = False
         with self._sampler.sampling(), self._cache.sampling():
             yield
-        found = self._sampler.metrics() | self._cache.metrics() | self._changes.metrics()
-        metrics.update({f"jetrl/{name}": [value] for name, value in found.items()})
+        values = self._sampler.metrics() | self._cache.metrics() | self._changes.metrics()
+        metrics.update({f"jetrl/{name}": [value] for name, value in values.items()})
 
 
 def _named(broken: list[str]) -> str:
@@ -352,23 +326,22 @@ def _named(broken: list[str]) -> str:
 
 
 def _unless_small(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector itself, which is kept until the end of a sync, or the extremes of each row of a matrix."""
+    """A vector itself, or the extremes of each row of a matrix, to be kept until the end of a sync."""
     return tensor if tensor.ndim <= 1 else torch.stack(torch.aminmax(tensor.flatten(1), dim=1), dim=1)
 
 
 def _extremes(tensor: torch.Tensor) -> torch.Tensor:
-    # They carry a NaN along (torch.aminmax) and need no temporary of the tensor's size.
+    # torch.aminmax propagates NaN and needs no temporary of the tensor's size.
     return torch.stack(torch.aminmax(tensor)).float()
 
 
 def refuse_non_finite(weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Pass a sync's stream through; at its end, name the weights that are not finite.
+    """Pass a sync's stream through; at its end, raise if a weight is not finite.
 
-    Of a quantized weight the format reads one value per scale; other tensors are read once. All samples are judged
-    together at the end, and the device is waited for once; which weight it is, is only asked if there is one.
+    Of a quantized weight it reads one value per scale, and it waits for the device once.
 
     Raises:
-        NonFiniteWeightError: after the last tensor, before what is appended to the stream behind this one.
+        NonFiniteWeightError: after the last tensor, naming the weights.
     """
     quantized: dict[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]] = {}
     plain: dict[Name, torch.Tensor] = {}
@@ -385,18 +358,17 @@ def refuse_non_finite(weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[
     broken = _non_finite(quantized, plain)
     if broken:
         raise NonFiniteWeightError(
-            f"weight sync: {_named(broken)} of the trainer holds NaN or Inf and would make every sample garbage; "
-            f"{_REMEDY}"
+            f"weight sync: {_named(broken)} of the trainer has NaN or Inf, and samples would be garbage; {_REMEDY}"
         )
 
 
 def _non_finite(
     quantized: Mapping[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]], plain: Mapping[Name, torch.Tensor]
 ) -> list[str]:
-    """Names of weights that are not finite: one answer for all of them first, each by itself if that is bad.
+    """Names of weights that are not finite; one check of all first.
 
     Args:
-        quantized: (name, what ``nan_sample`` read, scales) by format. plain: name -> vector, or extremes of rows.
+        quantized: (name, ``nan_sample``, scales) by format. plain: name -> vector, or extremes of rows.
     """
     bad = [
         number_format.is_nan(
@@ -408,34 +380,34 @@ def _non_finite(
         bad.append(~torch.cat([values.reshape(-1) for values in plain.values()]).isfinite().all())
     if not bad or not torch.stack(bad).any().item():
         return []
-    each = {
+    single = {
         name: number_format.is_nan(sample, scales)
         for number_format, read in quantized.items()
         for whole, samples, all_scales in read
         for (name, sample), (_, scales) in zip(parts_of(whole, samples), parts_of(whole, all_scales), strict=True)
     }
-    each |= {name: ~part.isfinite().all() for whole, values in plain.items() for name, part in parts_of(whole, values)}
-    return [name for name, is_bad in zip(each, torch.stack(list(each.values())).tolist(), strict=True) if is_bad]
+    single |= {
+        name: ~part.isfinite().all() for whole, values in plain.items() for name, part in parts_of(whole, values)
+    }
+    return [name for name, is_bad in zip(single, torch.stack(list(single.values())).tolist(), strict=True) if is_bad]
 
 
 def refuse_to_save_non_finite(model: nn.Module) -> None:
-    """Keep a weight with NaN or Inf out of the checkpoints: every resume would end at its first sync.
-
-    Every rank looks at its own shards and all of them raise, so that none waits for the others in the save.
+    """Refuse to save a checkpoint with NaN or Inf, since every resume would end at its first sync. Collective.
 
     Raises:
-        NonFiniteWeightError: naming the weights of this rank's shards, if it is one of them.
+        NonFiniteWeightError: on every rank, naming the weights of its own shards.
     """
     shards = {name: getattr(p, "_local_tensor", p).detach() for name, p in model.named_parameters()}
     extremes = {name: _extremes(shard) for name, shard in shards.items() if shard.numel() > 0}
-    found = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
+    non_finite = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
     if extremes:
-        found += ~torch.stack(list(extremes.values())).isfinite().all()
+        non_finite += ~torch.stack(list(extremes.values())).isfinite().all()
     if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    if found:
+        torch.distributed.all_reduce(non_finite, torch.distributed.ReduceOp.MAX)
+    if non_finite:
         broken = [name for name, pair in extremes.items() if not pair.isfinite().all()]
         raise NonFiniteWeightError(
-            f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer holds NaN or Inf, so it is not "
+            f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer has NaN or Inf, so it is not "
             f"saved; {_REMEDY}"
         )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is sampled of a tensor for the quantization metrics, and what a quantization of it did, in sums that add up."""
+"""Samples of tensors for the quantization metrics, and sums that describe their quantization."""
 
 from collections.abc import Iterable, Mapping
 
@@ -11,7 +11,7 @@ from jetrl_verl.formats.format import Format
 from jetrl_verl.reference import BLOCK
 
 SAMPLED_LAYERS = 4
-"""Most decoder layers that are measured, spread evenly from the first to the last."""
+"""Most decoder layers measured, spread evenly from the first to the last."""
 
 
 def sampled_layers(layers: Iterable[int]) -> list[int]:
@@ -22,8 +22,8 @@ def sampled_layers(layers: Iterable[int]) -> list[int]:
 
 
 def sampled_rows(rows: torch.Tensor, step: int) -> torch.Tensor:
-    """One group of 128 of the rows ``[M, ...]``, another at each ``step``, the same for all tensors of as many rows."""
-    # A stride that shares no factor with usual numbers of groups visits each of them in turn.
+    """One group of 128 of the rows ``[M, ...]``, which depends on ``step`` and M alone."""
+    # A prime step visits every group in turn for usual numbers of groups.
     start = step * 7919 % -(-len(rows) // BLOCK) * BLOCK
     return rows[start : start + BLOCK]
 
@@ -35,29 +35,29 @@ def tally(
     restored: torch.Tensor,
     dims: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """What one quantization did, in sums that can be added over samples.
+    """Sums that describe one quantization and add over samples.
 
     Args:
-        number_format: of ``qdata``, one that is measured, or the cache that holds them.
+        number_format: format of ``qdata``, or the KV cache.
         values: the tensor that was quantized. qdata: same shape. restored: ``qdata * scale``, FP32.
-        dims: over which to add, all by default.
+        dims: dimensions to sum over, all by default.
 
     Returns:
-        ``[..., 5]`` FP64: non-zero elements; of them those that became zero; of them those that became subnormal; sum
-        of squares of the values; sum of squares of what rounding changed. A NaN or Inf makes the last two NaN.
+        ``[..., 5]`` FP64: non-zero elements, those that became zero, those that became subnormal, sum of squares of the
+        values, sum of squares of the rounding errors; NaN or Inf make the last two NaN.
     """
     values = values.double()
     present = values != 0
     zero, subnormal = number_format.lost(qdata)
     noise = (values - restored.double()).square()
-    each = (present, present & zero, present & subnormal, values.square(), noise)
-    return torch.stack([part.double().sum(dims) for part in each], dim=-1)
+    terms = (present, present & zero, present & subnormal, values.square(), noise)
+    return torch.stack([term.double().sum(dims) for term in terms], dim=-1)
 
 
 def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
     """Metrics of tallies by (kind, tensor): ``<kind>/<tensor>/{underflow,subnormal,snr_db}``.
 
-    A tensor of zeros has no metric, a tensor that rounding left unchanged no ``snr_db``. Waits for the device once.
+    A tensor of zeros has no metric, an exact quantization no ``snr_db``. Waits for the device once.
     """
     if not tallies:
         return {}
@@ -74,8 +74,10 @@ def shares(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
 
 
 def shares_of_experts(tallies: Mapping[tuple[str, str], torch.Tensor]) -> dict[str, float]:
-    """Metrics of tallies ``[E, 5]`` by (kind, tensor): ``<kind>/<tensor>/{underflow_expert_max,snr_db_expert_min}``, of
-    the experts that the sample has something of. Waits for the device once."""
+    """Metrics of tallies ``[E, 5]`` by (kind, tensor): ``<kind>/<tensor>/{underflow_expert_max,snr_db_expert_min}``.
+
+    Only experts with sampled rows count. Waits for the device once.
+    """
     if not tallies:
         return {}
     metrics = {}

@@ -1,8 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The vLLM engine arguments by which a rollout runs our linears and operations, merged into the user's
-``engine_kwargs.vllm``. Without them an engine is vLLM's alone, wherever the plugin is installed.
-"""
+"""The vLLM engine arguments that make a rollout run our linear layers and operations."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,17 +17,18 @@ WORKER = "jetrl_verl.rollout.worker.JetWorker"
 
 
 def vllm_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The user's ``engine_kwargs.vllm`` with ``quantization``, ``hf_overrides`` and ``worker_extension_cls`` filled in,
-    ``worker_cls`` where operations are shared or the KV cache is FP8, and ``compilation_config`` where the trainer
-    repeats the ranks' sums.
+    """The user's ``engine_kwargs.vllm`` with our arguments filled in.
 
-    A value that is already ours is kept, so building a config from a built one changes nothing. Raises
-    ``UnsupportedConfiguration`` where one of them says something else.
+    Always ``quantization``, ``hf_overrides`` and ``worker_extension_cls``; ``worker_cls`` if operations are shared or
+    the KV cache is FP8; ``compilation_config`` if the trainer repeats the ranks' sums. Idempotent.
+
+    Raises:
+        UnsupportedConfiguration: the user set one of them to something else.
     """
     arguments = quantization_arguments(options, user)
     arguments |= unfused_reductions(options, arguments)
     fill(arguments, "worker_extension_cls", WORKER_EXTENSION, options)
     if options.operations == "shared" or cache_traits(options.kv_cache).quantized:
-        # Another one than vLLM's platform's own is refused by the table of what is supported.
+        # The table of support refuses a worker of the user's own.
         arguments["worker_cls"] = WORKER
     return arguments

@@ -1,16 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Turns attention layers that vLLM has built into ones that run the shared attention, or keep an FP8 KV cache.
+"""Makes attention layers that vLLM has built run the shared attention, or keep an FP8 KV cache.
 
-vLLM chooses a backend per platform and keeps the choice for the process, so a backend of ours under its name would be
-every engine's. Here a layer of one engine is given ours after it was built: the worker asks each layer for its backend
-when it makes the KV cache and the metadata builders, which comes later.
-
-**An FP8 KV cache** is vLLM's cache of another shape: a layer says that its heads have 129 bytes (128 of data and one of
-scale), so vLLM's own accounting gives twice the blocks, and our backends lay the bytes out as reference/kv_cache.py
-says. ``kv_cache_dtype`` stays ``auto``: vLLM's own FP8 attention, its scales and what it does to them on waking up are
-not involved. Pages that sleep has dropped need no repair: what a page holds beyond a request's tokens is never a number
-to us.
+A backend registered under vLLM's name would be that of every engine in the process, so single layers get ours after
+they are built; the worker asks each layer for its backend later, when it makes the cache. With an FP8 cache a layer
+tells vLLM that its heads have 129 bytes (128 of data, one of scale), so vLLM counts twice the blocks; our backends lay
+out the bytes (reference/kv_cache.py), and ``kv_cache_dtype`` stays ``auto``.
 """
 
 from functools import partial
@@ -28,13 +23,13 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.catalog import CacheTraits
 
-# Each is imported only where its platform runs.
+# Imported on their own platforms alone.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
 _BACKENDS = {
     "CPU_ATTN": _CPU + ".{}CPUAttentionBackend",
     "FLASH_ATTN": _FLASH + ".{}FlashAttentionBackend",
 }
-"""Name of vLLM's backend -> its subclass with the shared attention, of which the cache says the first word."""
+"""Name of vLLM's backend -> its subclass; ``{}`` is filled by the format of the cache."""
 
 
 REACHES = (
@@ -48,7 +43,7 @@ REACHES = (
 
 
 def _check(impl: Any) -> None:
-    """Refuse an attention layer that the trainer's could not equal."""
+    """Refuse an attention layer that the trainer cannot reproduce."""
     if impl.head_size != kernels.HEAD_DIM:
         refuse("head_dim", path="of this engine", error=f"the shared operations do not cover heads of {impl.head_size}")
     if not _is_plain(impl):
@@ -71,16 +66,16 @@ def _slides(impl: Any) -> bool:
 
 
 def _version(impl: Any) -> int:
-    # The CPU's has none.
+    # The CPU backend has none.
     return getattr(impl, "vllm_flash_attn_version", 3)
 
 
-def _check_for_cache(impl: Any, held: CacheTraits) -> None:
-    """Refuse an attention layer that cannot have a quantized KV cache, whatever the trainer does."""
+def _check_for_cache(impl: Any, traits: CacheTraits) -> None:
+    """Refuse an attention layer that cannot have a quantized KV cache."""
     group = impl.num_heads // impl.num_kv_heads
     for what, met in (
-        (f"heads of {impl.head_size}", impl.head_size != held.head_dim),
-        (f"{group} query heads of a KV head", group > held.most_query_heads),
+        (f"heads of {impl.head_size}", impl.head_size != traits.head_dim),
+        (f"{group} query heads of a KV head", group > traits.most_query_heads),
         ("attention other than plain causal", not _is_plain(impl)),
         ("sliding window attention", _slides(impl)),
         (f"kv_cache_dtype={impl.kv_cache_dtype}", impl.kv_cache_dtype not in ("auto", "bfloat16")),
@@ -91,17 +86,17 @@ def _check_for_cache(impl: Any, held: CacheTraits) -> None:
 
 
 def _spec(layer: Attention, vllm_config: Any, *, head: tuple[int, torch.dtype]) -> FullAttentionSpec:
-    """What vLLM is told of a layer's cache: ``head`` elements of a type for each head of a token."""
+    """The layer's cache as vLLM counts it; ``head``: (elements of a head, their dtype)."""
     # It may have changed since the layer was built.
     block_size = vllm_config.cache_config.block_size
     return FullAttentionSpec(block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=head[0], dtype=head[1])
 
 
 def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
-    """Give a layer the shared backend in the place of vLLM's, and turn its implementation into the shared one.
+    """Give a layer the shared backend and implementation.
 
     Args:
-        kv_cache: what its cache holds; None for BF16.
+        kv_cache: format of its cache; None for BF16.
 
     Raises:
         UnsupportedConfiguration: the layer runs on another backend, or asks for more than plain causal attention in

@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's CPU attention backend with the shared attention.
+"""vLLM's CPU attention backend with the shared attention, over a BF16 or an FP8 cache.
 
-A BF16 cache keeps vLLM's shape and is filled in :func:`jetrl_verl.kernels.cache_form`; an FP8 one has the pages of
-reference/kv_cache.py. ``norm_rotary_write`` of an implementation is what rollout/qk_norm.py asks of it.
+A BF16 cache keeps vLLM's shape and holds :func:`jetrl_verl.kernels.cache_form`; an FP8 one has the pages of
+reference/kv_cache.py.
 """
 
 from dataclasses import replace
@@ -89,7 +89,7 @@ class FP8CPUAttention(CPUAttentionBackendImpl):
 
 
 class FP8CPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
-    """vLLM's, which plans for its own kernel: of heads as the model has them, not as the cache stores them."""
+    """vLLM's builder plans for its own kernel, so it gets the model's head size, not that of the cache."""
 
     def __init__(self, kv_cache_spec, *args, **kwargs) -> None:
         super().__init__(replace(kv_cache_spec, head_size=HEAD_DIM, head_size_v=HEAD_DIM), *args, **kwargs)

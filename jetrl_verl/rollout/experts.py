@@ -1,18 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's experts in the FP8 flow: their parameters, their weight sync, and the block around them.
+"""vLLM's experts in the FP8 flow: parameters, weight sync, and the block around them.
 
-*Parameters.* ``w13_weight [E, 2 I, H]`` and ``w2_weight [E, H, I]`` hold qdata, as the trainer sends them; this rank's
-part of I where the rollout is tensor parallel. Nothing is transformed after loading.
-
-*Weight sync.* A layer's experts arrive as the two tensors that they are on both sides, and :func:`load_experts` copies
-this rank's part of each. vLLM's own loaders, which want an expert's projections one by one, never see them.
-
-*The block.* With shared operations the whole block is ours (:class:`SharedMixture`): router, choice and products are
-the operators that the trainer runs, so both sides choose the same experts and nothing needs to be replayed. The norm in
-front hands over qdata for the experts and BF16 rows for the router. The norm behind, the next layer's or the last one,
-adds a token's rows in its own launch (kernels/combine_rms_norm.py); over several ranks the sum is reduced in between.
-With stock operations the logits are vLLM's own, in BF16, and vLLM calls :class:`JetExpertsMethod` with them.
+``w13_weight [E, 2 I, H]`` and ``w2_weight [E, H, I]`` hold this rank's qdata as the trainer sends it, one tensor each,
+and :func:`load_experts` copies it. With shared operations the block is :class:`SharedMixture`: router, choice of
+experts and products are the trainer's operators. The preceding norm hands over qdata for the experts and BF16 rows for
+the router; the following norm adds a token's rows (kernels/combine_rms_norm.py).
 """
 
 from collections.abc import Iterator
@@ -37,11 +30,11 @@ REACHES = (
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeDecoderLayer.forward",
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeModel.forward",
 )
-"""What hands a block's rows to the norm behind it and does nothing else with them; scripts/reach.py watches it."""
+"""Code that passes a block's rows to the following norm unchanged; scripts/reach.py watches it."""
 
 
 class JetExpertsMethod(FusedMoEMethodBase):
-    """Experts whose weights arrive as qdata and scales of the flow."""
+    """Experts whose weights arrive as qdata and scales."""
 
     def __init__(self, config: Any, layer: RoutedExperts) -> None:
         super().__init__(layer.moe_config)
@@ -93,30 +86,30 @@ class JetExpertsMethod(FusedMoEMethodBase):
             set_weight_attrs(layer.get_parameter(name + SCALE_SUFFIX), attributes | block_scales)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing: qdata and scales are used as they arrive."""
+        """Leave qdata and scales as they arrived."""
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
-        """None: no kernel of vLLM's runs."""
+        """None: no vLLM kernel runs."""
 
     def experts(self, layer: RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> UncombinedRows:
-        """This rank's part of what each token's experts give, by FP32 logits ``[T, E]``."""
+        """This rank's outputs of each token's experts, chosen by FP32 logits ``[T, E]``."""
         weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
         down = QuantizedTensor(layer.w2_weight, layer.w2_weight_scale_inv)
-        # Parameters are constant during a forward, and the kernel right before is the one that makes `rows`.
+        # Parameters are constant during a forward, and the preceding kernel writes `rows` alone.
         rule = self.config.scale_rule
         y, *_ = self.format.experts(rows, weights, segments, gate_up, down, rule, static_weight=True)
         return UncombinedRows(y, segments.row)
 
     @property
     def is_monolithic(self) -> bool:
-        """True: vLLM hands over its router's logits, not experts that it chose; on a CPU it has no kernel to choose."""
+        """True: vLLM passes router logits instead of chosen experts."""
         return True
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: Any = None
     ) -> torch.Tensor:
-        """What vLLM calls where operations are stock."""
+        """Called by vLLM if operations are stock."""
         quantized = self.format.quantize_activation(x, self.config.scale_rule)
         return kernels.combine(*self.experts(layer, quantized, router_logits.float()))
 
@@ -125,14 +118,13 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
     """Router and experts with the trainer's operations.
 
     Attributes:
-        adds_rows: whether a token's rows are added here, by a launch of their own, not by the norm behind. ``jetrl
-            diff`` records them and their sum.
+        adds_rows: add a token's rows here, not in the following norm, so that ``jetrl diff`` can record both.
     """
 
     adds_rows = False
 
     def check(self, ordered: bool) -> None:
-        """Raise ``UnsupportedConfiguration`` for a block that the shared operations do not cover."""
+        """Refuse a block that the shared operations do not cover."""
         routed = self.experts.routed_experts
         if not isinstance(routed.quant_method, JetExpertsMethod):
             raise TypeError(f"shared operations: experts are run by {type(routed.quant_method).__name__}, not by ours")
@@ -147,11 +139,11 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
 
     @property
     def rule(self) -> str:
-        """Scale rule of what the norm in front quantizes."""
+        """Scale rule of the preceding norm's qdata."""
         return self.method.config.scale_rule
 
     def forward(self, x: QuantizedTensor) -> torch.Tensor | UncombinedRows:
-        """Of what the norm in front quantized, its rows as source: what the norm behind adds up, or ``[T, H]`` BF16."""
+        """``x`` with its BF16 rows as source -> rows for the following norm to add, or ``[T, H]`` BF16."""
         logits = kernels.logits(x.source, self.gate.weight)
         rows = self.method.experts(self.experts.routed_experts, x, logits)
         if self.tp_size > 1:
@@ -160,7 +152,7 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
 
 
 def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
-    """Turn a block of a loaded model into ours, in place.
+    """Make a block of a loaded model a :class:`SharedMixture`, in place.
 
     Args:
         ordered: whether ranks' sums are added in the trainer's order.
@@ -179,18 +171,18 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
 
 
 def is_of_experts(name: str, config: Any) -> bool:
-    """Whether a tensor of the trainer's is qdata or scales of experts."""
+    """Whether a tensor of the trainer is qdata or scales of experts."""
     mixture = family(config).experts
     if mixture is None:
         return False
-    found = place(name.removesuffix(SCALE_SUFFIX))
-    return found is not None and found.module in (mixture.gate_up, mixture.down)
+    location = place(name.removesuffix(SCALE_SUFFIX))
+    return location is not None and location.module in (mixture.gate_up, mixture.down)
 
 
 def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(this rank's part of ``tensor [E, N, K]``, ``live`` in that form), views both.
+    """Views (this rank's part of ``tensor [E, N, K]``, ``live`` in that shape).
 
-    ``halves`` 2: rows are gate's, then up's, and a rank has rows of both; else a rank has columns.
+    With ``halves`` 2 rows are gate's, then up's, and a rank has rows of both; otherwise a rank has columns.
     """
     if halves == 1:
         width = live.shape[2]
@@ -200,19 +192,19 @@ def _part(tensor: torch.Tensor, live: torch.Tensor, rank: int, halves: int) -> t
 
 
 def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: int) -> None:
-    """Copy this rank's part of one tensor of the trainer's into live storage.
+    """Copy this rank's part of one expert tensor (:func:`is_of_experts`) into live storage.
 
     Args:
-        model: vLLM's, of this worker. name: as :func:`is_of_experts` knows it. rank: tensor-parallel one.
+        model: vLLM's model of this worker. rank: tensor-parallel rank.
 
     Raises:
         ValueError: no layer of this name, or another shape.
     """
     weight = name.removesuffix(SCALE_SUFFIX)
-    found, mixture = place(weight), family(model.config).experts
+    location, mixture = place(weight), family(model.config).experts
     parameter = dict(mixture.parameters)[leaf(weight)] + name.removeprefix(weight)
-    live = getattr(model.get_submodule(f"{found.layer}.{mixture.vllm_module}"), parameter).data
-    part, target = _part(tensor, live, rank, 2 if found.module == mixture.gate_up else 1)
+    live = getattr(model.get_submodule(f"{location.layer}.{mixture.vllm_module}"), parameter).data
+    part, target = _part(tensor, live, rank, 2 if location.module == mixture.gate_up else 1)
     if part.shape != target.shape or part.dtype != live.dtype:
         raise ValueError(
             f"{name} is {list(tensor.shape)} {tensor.dtype} and this rank holds {list(live.shape)} {live.dtype} of it"
@@ -220,19 +212,19 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
     target.copy_(part)
 
 
-def held_parameters(
+def expert_parameters(
     layer: RoutedExperts, mixture: Experts
 ) -> Iterator[tuple[str, str, int, slice, slice, tuple[int, int]]]:
-    """What this worker holds of a layer's experts, by shapes and ranks alone: the contract check's view.
+    """The parts of a layer's experts that this worker has, by shapes and ranks alone.
 
     Yields:
-        (the trainer's parameter, vLLM's, matrices that either is stacked from, rows and columns held of each matrix,
-        rows and columns of the trainer's whole parameter as ``[E N, K]``).
+        (trainer's name, vLLM's name, number of stacked matrices, this worker's rows and columns of each matrix, shape
+        ``[E N, K]`` of the trainer's whole parameter).
     """
     experts, hidden, inner = layer.w2_weight.shape
     first, whole = layer.moe_config.tp_rank * inner, layer.moe_config.intermediate_size
-    held, all_hidden = slice(first, first + inner), slice(0, hidden)
+    own, all_hidden = slice(first, first + inner), slice(0, hidden)
     names = dict(mixture.parameters)
     gate_up, down = leaf(mixture.gate_up), leaf(mixture.down)
-    yield gate_up, names[gate_up], 2 * experts, held, all_hidden, (2 * experts * whole, hidden)
-    yield down, names[down], experts, all_hidden, held, (experts * hidden, whole)
+    yield gate_up, names[gate_up], 2 * experts, own, all_hidden, (2 * experts * whole, hidden)
+    yield down, names[down], experts, all_hidden, own, (experts * hidden, whole)

@@ -1,15 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's FlashAttention backend as the shared attention: version 3, one split, no cascade, as the trainer calls it.
+"""vLLM's FlashAttention backend as the shared attention: FlashAttention 3 with one split and no cascade.
 
-Decode steps run our kernel, whose bits are the same (kernels/decode_attention.py says up to how many): one split leaves
-most of a GPU idle where requests are few.
-
-With an FP8 KV cache (reference/kv_cache.py) prompts and chunks still go through that kernel, over what is dequantized
-for them, and decode steps through ours, too.
-
-``norm_rotary_write`` of an implementation is what rollout/qk_norm.py asks of it. Both kinds of attention read keys and
-values from the cache alone.
+Decode steps run our kernel with the same bits (kernels/decode_attention.py), since one split leaves most of a GPU idle
+when requests are few. With an FP8 cache prompts and chunks run FlashAttention 3 over dequantized tokens.
 """
 
 from typing import Any, NamedTuple
@@ -30,19 +24,19 @@ REACHES = (
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
 )
-"""What ``build`` is given, a CommonAttentionMetadata, and returns, a FlashAttentionMetadata; see scripts/reach.py."""
+"""Argument and result of ``build``; scripts/reach.py watches them."""
 
 
 class SharedFlashAttention(FlashAttentionImpl):
-    """vLLM's own, but for batches that the builder of their metadata calls decodes."""
+    """vLLM's own, except for batches whose metadata says that they are decodes."""
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
     ) -> torch.Tensor:
-        scales = output_scale, output_block_scale  # which vLLM's refuses
-        # There is no metadata in vLLM's profiling run.
+        scales = output_scale, output_block_scale  # vLLM's refuses them
+        # vLLM's profiling run has no metadata.
         if attn_metadata is not None and attn_metadata.jetrl_decodes and scales == (None, None):
-            # Padding of a CUDA graph has length 0; tokens behind the requests' are padding, too.
+            # Requests that pad a CUDA graph have length 0; tokens after those of the requests are padding, too.
             lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
             rows = slice(0, lengths.shape[0])
             kernels.decode_attention_bf16(query[rows], *kv_cache.unbind(1), lengths, table, self.scale, output[rows])
@@ -54,15 +48,11 @@ class SharedFlashAttention(FlashAttentionImpl):
 
 
 class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
-    """One split in every call, and which batches are decodes: ``jetrl_decodes`` of the metadata.
+    """One split in every call; ``jetrl_decodes`` of the metadata says whether a batch is decodes.
 
-    A plan made ahead, once a step instead of in each layer, says which blocks do what and in which order; with one
-    split no sum depends on it. vLLM plans for one split only where it captures, so elsewhere no plan is made ahead.
-
-    Nor is one of decodes, since our kernel reads none. A whole graph is captured and replayed with the same number of
-    requests, padding included, so both times a batch is decodes or it is not: of graphs that share vLLM's buffer of
-    plans those that read it have theirs written in each step. vLLM looks for sliding windows when it makes its first
-    plan and no later, and share_attention refuses them.
+    FlashAttention's plan of blocks is made ahead only for batches inside captured graphs that are not decodes:
+    elsewhere vLLM would plan more splits, and our decode kernel reads no plan. A graph is captured and replayed with
+    the same number of requests, so a batch is decodes both times or neither.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,8 +63,8 @@ class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
         if kernels_native.unavailable() is not None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
-        # A whole graph for batches of any kind is captured with one new token of each request, and would replay our
-        # kernel for chunks.
+        # A graph for batches of any kind is captured with one new token a request, and would replay our decode kernel
+        # for chunks.
         return AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -86,8 +76,8 @@ class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return metadata
 
     def _are_decodes(self, batch: CommonAttentionMetadata) -> bool:
-        """Whether ``batch`` has one new token of each request, the padding of a CUDA graph aside, and our kernel is
-        what computes it: in every layer, so that layers need not ask."""
+        """Whether ``batch`` has one new token of each request, padding aside, and our kernel computes it in every
+        layer."""
         if batch.max_query_len != 1 or batch.num_actual_tokens < batch.num_reqs or self.dcp_world_size != 1:
             return False
         form = self.num_heads_q, self.num_heads_kv, self.headdim, self.block_size, self.kv_cache_dtype
@@ -108,7 +98,7 @@ class SharedFlashAttentionBackend(FlashAttentionBackend):
 
 
 class FP8FlashAttention(FlashAttentionImpl):
-    """Decode by our kernel on FP8 pages; prompts and chunks by FlashAttention 3 on what is dequantized for them."""
+    """Our decode kernel on FP8 pages; FlashAttention 3 on dequantized tokens for prompts and chunks."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         kernels.write_kv(key, value, kv_cache, slot_mapping)
@@ -147,12 +137,12 @@ class FP8FlashAttention(FlashAttentionImpl):
 
 
 class Split(NamedTuple):
-    """A batch in the order that vLLM gives it on request: decodes first.
+    """A batch with decodes first.
 
     Attributes:
-        decodes: requests with one new token, which are also the first so many tokens.
-        chunks: for each call of FlashAttention the first request, the one behind the last, their tokens likewise, and
-            the most new tokens of a request.
+        decodes: number of requests with one new token.
+        chunks: a FlashAttention call each: (first request, end of requests, first token, end of tokens, most new tokens
+            of a request).
         lengths: tokens of each request, on the host; exact for those with more than one new token.
     """
 
@@ -162,11 +152,11 @@ class Split(NamedTuple):
 
 
 MOST_DEQUANTIZED = 65536
-"""Tokens that are dequantized at a time, unless one request has more: 256 MB of keys and values with 8 KV heads."""
+"""Tokens dequantized at a time, unless one request has more: 256 MB of keys and values with 8 KV heads."""
 
 
 def split_batch(starts: list[int], lengths: list[int], most: int = MOST_DEQUANTIZED) -> Split:
-    """The :class:`Split` of requests whose first tokens are ``starts`` (and, last, the number of tokens)."""
+    """The :class:`Split` of requests with first tokens ``starts``, whose last entry is the number of tokens."""
     fresh = [end - begin for begin, end in zip(starts, starts[1:], strict=False)]
     while fresh and not fresh[-1]:  # padding
         fresh.pop()
@@ -182,17 +172,17 @@ def split_batch(starts: list[int], lengths: list[int], most: int = MOST_DEQUANTI
 
 
 class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
-    """Asks vLLM for decodes first, and for CUDA graphs of decodes alone: what a chunk dequantizes has no fixed size."""
+    """Decodes first, and CUDA graphs of decodes alone, since the tokens that a chunk dequantizes vary."""
 
     reorder_batch_threshold = 1
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.aot_schedule = False  # of FlashAttention's, which runs on chunks alone
+        self.aot_schedule = False  # FlashAttention runs on chunks alone
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
-        # Without the native kernel a decode step asks the host for lengths.
+        # Without the native kernel a decode step reads lengths on the host.
         native = kernels_native.unavailable() is None
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if native else AttentionCGSupport.NEVER
 
@@ -229,5 +219,5 @@ class FP8FlashAttentionBackend(FlashAttentionBackend):
     @staticmethod
     def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
         if include_num_layers_dimension:
-            raise NotImplementedError  # vLLM's way to hear that layers lie behind each other
+            raise NotImplementedError  # tells vLLM that layers are not interleaved
         return (0, 1, 2, 3)

@@ -2,12 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of the trainer's tensors a vLLM worker holds, and where: the inverse of vLLM's weight loaders.
 
-vLLM stacks q/k/v and gate/up into one parameter and keeps only this rank's shard of it. The contract check compares the
-trainer's tensors with live storage, so it has to find each of them again. That is computed here from the layers'
-shapes and ranks, independently of the loaders, whose work is what is being checked.
-
-Scales are placed from here, all by one call; through vLLM's loaders each would cost the host as much as its qdata. A
-wrong map is still seen: qdata come through vLLM's loaders, and the check compares both.
+vLLM stacks q/k/v and gate/up into one parameter and keeps this rank's shard. The contract check needs to find each of
+the trainer's tensors in live storage, so the map is computed from shapes and ranks, independently of the loaders that
+it checks. Scales are placed by this map in one call; a wrong map still shows, since qdata comes through the loaders.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +20,7 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
-from jetrl_verl.rollout.experts import held_parameters
+from jetrl_verl.rollout.experts import expert_parameters
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
 
@@ -47,14 +44,14 @@ def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
 
 @dataclass(frozen=True)
 class _Parameter:
-    """A live parameter and what part of the trainer's columns it holds."""
+    """A live parameter and the columns of the trainer's tensor that it holds."""
 
     live: LiveParameter
     columns: slice
     whole_columns: int
 
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
-        """``rows`` rows from ``start``, which are the trainer's rows from ``first`` of ``whole`` (all, by default)."""
+        """Rows from ``start`` on, which are the trainer's from ``first`` on, of ``whole`` (``rows`` by default)."""
         data, scales = self.live.data, self.live.scales
         return LiveTensor(
             data[start : start + rows],
@@ -70,12 +67,12 @@ class _Parameter:
 def _experts(
     prefix: str, layer: RoutedExperts, mixture: Experts, own: dict[str, torch.Tensor]
 ) -> dict[str, LiveTensor]:
-    """Of one layer's experts, as matrices below each other."""
-    found = {}
-    for name, parameter, groups, rows, columns, whole in held_parameters(layer, mixture):
+    """The live tensors of one layer's experts, flattened to ``[E N, K]``."""
+    tensors = {}
+    for name, parameter, groups, rows, columns, whole in expert_parameters(layer, mixture):
         data, scales = own[parameter].flatten(0, 1), own[parameter + SCALE_SUFFIX].flatten(0, 1)
-        found[f"{prefix}.{name}"] = LiveTensor(data, scales, rows, columns, whole, groups=groups)
-    return found
+        tensors[f"{prefix}.{name}"] = LiveTensor(data, scales, rows, columns, whole, groups=groups)
+    return tensors
 
 
 def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
@@ -89,9 +86,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
     """
     live: dict[str, LiveTensor] = {}
     merged, mixture = family(model.config).pieces, family(model.config).experts
-    # Duplicates stay: with tied embeddings vLLM's lm_head *is* the embedding module, and the trainer sends both names.
+    # Duplicates stay: with tied embeddings vLLM's lm_head is the embedding module, and the trainer sends both names.
     for prefix, layer in model.named_modules(remove_duplicate=False):
-        # As plain tensors: a view of one of vLLM's parameters is of its class, and each operator on it a Python call.
+        # Plain tensors: on a view of vLLM's parameter classes each operator costs a Python call.
         own = {
             leaf: parameter.data.as_subclass(torch.Tensor)
             for leaf, parameter in layer._parameters.items()
@@ -99,9 +96,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         }
         if not own:
             continue
-        found = place(prefix)
+        location = place(prefix)
         if isinstance(layer, RoutedExperts):
-            live |= _experts(f"{found.layer}.{mixture.module}", layer, mixture, own)
+            live |= _experts(f"{location.layer}.{mixture.module}", layer, mixture, own)
             continue
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
@@ -112,40 +109,36 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
             scales = own[leaf + SCALE_SUFFIX] if formats.of(data) is not None else None
-            held = _Parameter(LiveParameter(data, scales), columns, whole_columns)
+            parameter = _Parameter(LiveParameter(data, scales), columns, whole_columns)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
-                pieces = zip(merged[found.module], _pieces(layer), strict=True)
+                pieces = zip(merged[location.module], _pieces(layer), strict=True)
                 for piece, (rows, start, first, whole) in pieces:
-                    live[f"{found.layer}.{piece}.{leaf}"] = held.part(rows, start, first, whole)
+                    live[f"{location.layer}.{piece}.{leaf}"] = parameter.part(rows, start, first, whole)
             elif isinstance(layer, VocabParallelEmbedding):
                 first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-                live[f"{prefix}.{leaf}"] = held.part(last - first, 0, first, layer.org_vocab_size)
+                live[f"{prefix}.{leaf}"] = parameter.part(last - first, 0, first, layer.org_vocab_size)
             else:
-                live[f"{prefix}.{leaf}"] = held.part(data.shape[0])
+                live[f"{prefix}.{leaf}"] = parameter.part(data.shape[0])
     return live
 
 
 def live_routing(model: torch.nn.Module) -> Routing | None:
-    """How vLLM's mixture chooses experts, read from its layers; None if it is dense.
+    """How vLLM's mixture chooses experts, read from its layers; None for a dense model.
 
     Raises:
-        UnsupportedConfiguration: its layers differ in that.
+        UnsupportedConfiguration: its layers choose differently.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
-    found = {
+    routings = {
         Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
     }
-    if len(found) > 1:
+    if len(routings) > 1:
         refuse("routing_by_layer")
-    return found.pop() if found else None
+    return routings.pop() if routings else None
 
 
 class LiveMap:
-    """:func:`live_tensors` of a model, kept until one of its parameters has another storage, shape or type.
-
-    Views are of the storage that each parameter has when :meth:`tensors` is called, so a load that replaces parameters
-    needs another call behind it.
-    """
+    """:func:`live_tensors` of a model, cached until one of its parameters has another storage, shape or dtype."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -154,9 +147,9 @@ class LiveMap:
         self._tensors: dict[str, LiveTensor] = {}
 
     def tensors(self) -> dict[str, LiveTensor]:
-        """name -> live view, as :func:`live_tensors` says."""
-        # vLLM's classes of parameters answer in Python otherwise. The views held here keep an address from being used
-        # again, so an equal one is the same storage.
+        """name -> live view, of the storage that parameters have now; call again after a load that replaces them."""
+        # Without it vLLM's parameter classes answer in Python. The cached views keep storage alive, so an equal address
+        # is the same storage.
         with torch._C.DisableTorchFunctionSubclass():
             places = [
                 (parameter.data_ptr(), parameter.shape, parameter.dtype)
@@ -173,20 +166,21 @@ def place_scales(live: Mapping[str, LiveTensor], scales: Mapping[str, torch.Tens
     """Copy what this worker holds of the trainer's scales into live storage.
 
     Args:
-        live: of :func:`live_tensors`. scales: of whole weights ``[N, K]``, by the trainer's name, suffix included.
+        live: from :func:`live_tensors`.
+        scales: scales of whole weights ``[N, K]`` by the trainer's name, suffix included.
 
     Raises:
         ValueError: no quantized layer of this name, or another shape.
     """
     targets, sources = [], []
     for name, whole in scales.items():
-        held = live.get(name.removesuffix(SCALE_SUFFIX))
-        if held is None or held.scales is None:
-            raise ValueError(f"{name} comes from the trainer and the rollout holds no scales of this name")
-        number_format = formats.of(held.tensor)
-        if tuple(whole.shape) != number_format.scales_shape(*held.whole):
-            raise ValueError(f"{name} is {list(whole.shape)} in the trainer, and of {list(held.whole)} in the rollout")
-        targets.append(held.scales)
-        sources.append(number_format.scales_of_part(whole, held.rows, held.columns))
+        part = live.get(name.removesuffix(SCALE_SUFFIX))
+        if part is None or part.scales is None:
+            raise ValueError(f"the trainer sends {name}, and the rollout has no scales of this name")
+        number_format = formats.of(part.tensor)
+        if tuple(whole.shape) != number_format.scales_shape(*part.whole):
+            raise ValueError(f"{name} is {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout")
+        targets.append(part.scales)
+        sources.append(number_format.scales_of_part(whole, part.rows, part.columns))
     if targets:
         torch._foreach_copy_(targets, sources)

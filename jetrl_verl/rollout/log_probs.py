@@ -1,17 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of sampled tokens from vLLM's logits, by the function that the trainer calls on its own."""
+"""Log-probabilities of sampled tokens from vLLM's logits, through the kernel that the trainer calls."""
 
 import torch
 
 from jetrl_verl import kernels
 
 GREEDY = 1e-5
-"""vLLM takes the most likely token below this temperature and divides by nothing."""
+"""Below this temperature vLLM takes the most likely token and does not divide by the temperature."""
 
 
 def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
-    """Of ``tokens [N, k]`` in rows of ``logits [N, V]``; a greedy row is not divided, as vLLM does it."""
+    """FP32 ``[N, k]`` of ``tokens [N, k]`` in rows of ``logits [N, V]``; greedy rows are not divided, as in vLLM."""
     if temperature is None:
         temperature = logits.new_ones(len(logits))
     temperature = torch.where(temperature < GREEDY, 1.0, temperature).to(torch.float32)

@@ -1,21 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's side of the formats: one quantization method per format (``jetrl_fp8``, ``jetrl_int8``), all of them this one,
-and ``jetrl_bf16``, which quantizes nothing.
+"""vLLM's quantization methods for our formats; one of them, ``jetrl_bf16``, quantizes nothing.
 
-A linear layer of vLLM gets two parameters, ``weight`` (qdata) and ``weight_scale_inv`` (FP32 scales), in exactly the
-layout that the trainer sends. Nothing is transformed after loading, so each weight sync is an in-place copy into live
-storage: CUDA graphs stay valid and sleep/wake restores the same tensors. The forward is the format's ``linear``, one
-operator behind the torch dispatcher, so that ``torch.compile`` keeps it whole.
-
-It is deliberately not a subclass of vLLM's ``Fp8Config``: verl re-quantizes BF16 weights for those, and vLLM rewrites
-their scales at load. Ours never sees a BF16 weight.
-
-Merged projections (qkv, gate_up) and tensor-parallel shards come from vLLM's own scale loaders; which layers take part
-comes from :mod:`jetrl_verl.models.plan`, as on the trainer's side.
-
-An engine of ``precision=bf16_shared`` has vLLM's own BF16 linears and the shared operations between them. It too has a
-quantization configuration, ``jetrl_bf16``, since that is how our options reach a worker; its plan quantizes no layer.
+A linear layer has two parameters, ``weight`` (qdata) and ``weight_scale_inv`` (FP32 scales), in the layout that the
+trainer sends. Nothing is transformed after loading: a weight sync copies into live storage, so CUDA graphs stay valid.
+It is not a subclass of vLLM's ``Fp8Config``, since verl re-quantizes BF16 weights for those and vLLM rewrites their
+scales at load. ``jetrl_bf16`` exists because a quantization configuration is how our options reach a worker.
 """
 
 from collections.abc import Callable
@@ -54,18 +44,17 @@ class JetQuantizationConfig(QuantizationConfig):
     """Configuration of a method, from ``hf_overrides.quantization_config``.
 
     Attributes:
-        scale_rule: rule under which activations are quantized; the qdata that arrive were made under the same one.
+        scale_rule: rule for activations, the same as that of the weights.
         unfit_layers: ``"stop"`` or ``"skip"``, see :func:`jetrl_verl.models.plan.plan_linears`.
         contract_check: whether a weight sync ends with the comparison of sync/contract.py.
-        operations: ``"shared"`` runs the operations between the linears as the trainer does (jetrl_verl/kernels),
-            ``"stock"`` as vLLM does.
+        operations: ``"shared"`` or ``"stock"``: whose operations run between the linear layers.
         reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
-        precision: the run's, for messages; the method's name where none is given.
-        kv_cache: what the engine keeps of keys and values (attention.py).
+        precision: of the run, for messages; the method's name by default.
+        kv_cache: format of keys and values (attention.py).
     """
 
     format_name: str
-    """Of the linear layers; set by the subclass that vLLM knows under ``formats.VLLM_METHODS[format_name]``."""
+    """Format of the linear layers; set by the subclasses in ``CONFIGS``."""
 
     def __init__(
         self,
@@ -80,9 +69,9 @@ class JetQuantizationConfig(QuantizationConfig):
         super().__init__()
         check_rule(scale_rule)
         if operations not in ("shared", "stock"):
-            raise ValueError(f"operations={operations} is none of shared and stock")
+            raise ValueError(f"operations={operations} is not supported: it must be 'shared' or 'stock'")
         if reduction not in ("ordered", "stock"):
-            raise ValueError(f"reduction={reduction} is none of ordered and stock")
+            raise ValueError(f"reduction={reduction} is not supported: it must be 'ordered' or 'stock'")
         self.precision = precision or self.get_name()
         self.kv_cache = formats.kv_cache(kv_cache)
         self.operations = operations
@@ -116,10 +105,10 @@ class JetQuantizationConfig(QuantizationConfig):
         self._hf_config = hf_config
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The format's method for a planned projection or for experts, BF16 for every other layer.
+        """The format's method for a planned projection or for experts, vLLM's BF16 method for every other layer.
 
         Raises:
-            UnsupportedConfiguration: the model, or this layer of it, cannot take part.
+            UnsupportedConfiguration: the model or this layer is not supported.
         """
         if not isinstance(layer, LinearBase | RoutedExperts):
             return None
@@ -129,12 +118,12 @@ class JetQuantizationConfig(QuantizationConfig):
     def _method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
         ranks = get_tensor_model_parallel_world_size()
         plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
-        found, ours = place(prefix), family(self._hf_config)
+        location, names = place(prefix), family(self._hf_config)
         if isinstance(layer, RoutedExperts):
-            return JetExpertsMethod(self, layer) if plans[ours.experts.down].quantized else None
-        if found is not None and ours.experts is not None and found.module == ours.experts.router:
+            return JetExpertsMethod(self, layer) if plans[names.experts.down].quantized else None
+        if location is not None and names.experts is not None and location.module == names.experts.router:
             return UnquantizedLinearMethod()
-        pieces = ours.pieces.get(found.module) if found is not None else None
+        pieces = names.pieces.get(location.module) if location is not None else None
         if pieces is None:
             raise UnsupportedLayer(f"its family has no linear layer {prefix}", "linear_of_no_family")
         if not all(plans[piece].quantized for piece in pieces):
@@ -143,12 +132,12 @@ class JetQuantizationConfig(QuantizationConfig):
 
     @property
     def words(self) -> dict[str, str]:
-        """What a row of the table of support says of this engine."""
+        """Fields of this engine for a row of the table of support."""
         path = getattr(self._hf_config, "_name_or_path", "") or "of this engine"
         return {"jetrl.precision": self.precision, "path": path}
 
     def dtype_words(self, dtype: torch.dtype) -> dict[str, str]:
-        """What the row of a rollout in another type says."""
+        """Fields for the row of a rollout in another dtype."""
         return {"key": f"{VLLM}.dtype", "value": str(dtype).removeprefix("torch."), **self.words}
 
 
@@ -160,12 +149,12 @@ def _config_class(format_name: str) -> type[JetQuantizationConfig]:
 
 
 CONFIGS = {method: _config_class(format_name) for format_name, method in formats.VLLM_METHODS.items()}
-"""Name of a method -> its configuration; rollout/register.py makes the names known to vLLM."""
+"""Name of a method -> its configuration class."""
 
 
 @register_weight_loader_v2_supported_method
 class JetLinearMethod(LinearMethodBase):
-    """Linear whose weight arrives as qdata and scales of ``format``."""
+    """Linear layer whose weight arrives as qdata and scales of ``format``."""
 
     def __init__(self, config: JetQuantizationConfig) -> None:
         self.config = config
@@ -199,16 +188,16 @@ class JetLinearMethod(LinearMethodBase):
     def _scales(
         self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
     ) -> BasevLLMParameter:
-        """FP32 scales of a ``[rows, columns]`` weight, in the parameter class by which vLLM's loaders place them."""
+        """FP32 scales of a ``[rows, columns]`` weight, in the parameter class that vLLM's loaders place them by."""
         scales = torch.ones(self.format.scales_shape(rows, columns), dtype=torch.float32)
         if self.format.columns_per_scale is None:
             return ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=weight_loader)
-        # vLLM's block-scale loaders read it to place a merged or sharded piece.
+        # Read by vLLM's block-scale loaders to place a merged or sharded piece.
         layer.weight_block_size = [self.format.rows_per_scale, self.format.columns_per_scale]
         return BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Nothing of the weights: qdata and scales are used as they arrive. verl calls this after every sync."""
+        """Leave qdata and scales as they arrived. verl calls this after every sync."""
         if self.config.reduction == "ordered":
             order_reduction(layer)
 
@@ -217,8 +206,8 @@ class JetLinearMethod(LinearMethodBase):
     ) -> torch.Tensor:
         """``x`` [..., K] BF16, or quantized [M, K], -> [..., N] BF16; bias is added in FP32 before the rounding.
 
-        Parameters are written by weight syncs and by waking up, never by a kernel of a forward, so copies of the weight
-        may begin under the kernel in front (``static_weight``).
+        Only weight syncs and wake-ups write parameters, so copies of the weight may start during the preceding kernel
+        (``static_weight``).
         """
         weight = QuantizedTensor(layer.weight, layer.weight_scale_inv)
         return self.format.linear(x, weight, bias, self.config.scale_rule, static_weight=True)

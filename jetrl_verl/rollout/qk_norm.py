@@ -2,16 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention blocks with a QK norm: norm, rotary and the write into the KV cache are one launch.
 
-vLLM writes the cache by an operator of its own, ``unified_kv_cache_update``, between rotary and attention. It finds the
-cache and the slots by the layer's name in the forward's context, so no compiler sees them. Ours is one operator from
-the merged projection to the attention's output, which asks that context likewise. A compiler sees the one tensor that
-it mutates, ``out``, and nothing of the model can come between the write and the attention that reads it.
-
-Where vLLM cuts a compiled model at its attention, so that pieces between are captured in CUDA graphs and attention runs
-eagerly, it must cut at ours, too: a captured piece would keep the slots' number of its capture
-(:func:`split_at_attention`). ``out`` is then made in the piece in front, at an address that the piece behind knows;
-queries live inside of the operator. Where a whole step is one CUDA graph, slots are vLLM's persistent buffer, padded
-with -1.
+One operator reaches from the merged projection to the attention's output, so nothing comes between the write and the
+attention that reads it. Like vLLM's ``unified_kv_cache_update`` it gets cache and slots by the layer's name from the
+forward's context. vLLM must cut a compiled model here as at its own attention (:func:`split_at_attention`): a captured
+piece would keep the slots of its capture.
 """
 
 import torch
@@ -33,7 +27,7 @@ REACHES = (
     "vllm.model_executor.layers.attention.attention:unified_attention_with_output",
     "vllm.model_executor.layers.attention.attention:unified_kv_cache_update",
 )
-"""What this file uses of vLLM, or does in its place; scripts/reach.py watches it."""
+"""What this file uses of vLLM, or does instead of it; scripts/reach.py watches it."""
 
 VLLMS_ATTENTION = "vllm::unified_attention_with_output"
 ATTENTION = "jetrl::qk_norm_attention"
@@ -57,37 +51,36 @@ def qk_norm_attention(
     """QK norm, rotary, the write into the KV cache, and attention, of one layer in the forward that vLLM is running.
 
     Args:
-        qkv: ``[N, (Hq + 2 Hk) D]`` BF16, of the merged projection. q_weight, k_weight: ``[D]``. eps: of both norms.
-        table: ``[P, D]`` BF16 of ``kernels.rotary_table``. positions: ``[N]`` int64 or int32, below P.
-        out: ``[N, Hq D]`` BF16, written in place; the rows of padding mean nothing.
-        layer_name: of vLLM's attention layer, whose implementation is one of ours.
+        qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection. q_weight, k_weight: ``[D]``.
+        eps: of both norms. table: ``[P, D]`` BF16, from ``kernels.rotary_table``.
+        positions: ``[N]`` int64 or int32, below P.
+        out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
+        layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
     _, layer, kv_cache, slots = get_attention_context(layer_name)
     width, kv_heads = layer.head_size, layer.num_kv_heads
     q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
     parameters = q_weight, k_weight, eps, table, positions.flatten()
-    if slots is None:  # memory is being profiled, and there is no cache
+    if slots is None:  # vLLM profiles memory, and there is no cache
         q, _ = kernels.norm_rotary(q, k, *parameters)
     else:
         q = layer.impl.norm_rotary_write((q, k, v, *parameters), kv_cache, slots)
-    # Keys and values are in the cache. Whatever wants them from elsewhere fails.
+    # Keys and values are read from the cache alone.
     unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
 
 
 def split_at_attention(config: CompilationConfig) -> None:
-    """Let vLLM cut a compiled model at :func:`qk_norm_attention` where it does at its own attention, in place."""
+    """Make vLLM cut a compiled model at :func:`qk_norm_attention` if it cuts at its own attention, in place."""
     if VLLMS_ATTENTION in (config.splitting_ops or ()) and ATTENTION not in config.splitting_ops:
         config.splitting_ops.append(ATTENTION)
 
 
 class _SharedHeads:
-    """Mixed in front of vLLM's attention blocks with a QK norm.
+    """Mixin of vLLM's attention blocks with a QK norm.
 
     Attributes:
-        parts: names in the block of the merged projection, the norms of queries and of keys, rotary, attention and the
-            output projection.
-        one_by_one: whether norms, rotary, the write and attention are modules with launches of their own, which has the
-            same bits. ``jetrl diff`` records what is between them.
+        parts: the block's names of merged projection, query norm, key norm, rotary, attention and output projection.
+        one_by_one: run each as a module of its own, with the same bits, so that ``jetrl diff`` can record between them.
     """
 
     parts: tuple[str, ...]
@@ -113,8 +106,8 @@ class _SharedHeads:
 
 
 class SharedQwen3Attention(_SharedHeads, Qwen3Attention):
-    """Of Qwen3."""
+    """Qwen3."""
 
 
 class SharedQwen3MoeAttention(_SharedHeads, Qwen3MoeAttention):
-    """Of its mixtures."""
+    """Qwen3's mixtures of experts."""

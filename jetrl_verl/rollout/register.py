@@ -1,11 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point ``vllm.general_plugins``: makes our quantization methods known by name in every process that vLLM starts.
+"""Entry point ``vllm.general_plugins``: registers the names of our quantization methods with vLLM.
 
-vLLM calls :func:`register` in the server, the engine core and each worker, possibly more than once per process, and
-mostly for engines that have nothing to do with this project. So a few names are all that it leaves there: what they
-stand for is imported when an engine asks for one of them, and layers are changed by that engine's worker alone
-(rollout/worker.py).
+vLLM calls :func:`register` in every process it starts, mostly for engines that have nothing to do with this project.
 """
 
 import os
@@ -15,10 +12,10 @@ from typing import Any
 
 
 def register() -> None:
-    """Register the quantization methods' names; on the opt-in CPU platform also what BF16 training needs there.
+    """Register the quantization methods' names and, on the opt-in CPU platform, the patches that BF16 training needs.
 
-    A failure is announced and not raised: vLLM would end with it, and this process may run a model that has nothing to
-    do with this project. Where a method was asked for, vLLM then stops at its unknown name.
+    A failure is printed and not raised, since this process may run somebody else's model. An engine that asks for one
+    of the methods then stops at its unknown name.
     """
     try:
         _announce_methods()
@@ -44,7 +41,7 @@ def _announce_methods() -> None:
 
 
 def _announced(method: str) -> type:
-    """What stands for a method until an engine asks for it. vLLM makes a configuration by ``from_config`` alone."""
+    """A placeholder that imports the method when vLLM calls ``from_config``, its only way to make a configuration."""
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
     class Announced(QuantizationConfig):

@@ -1,30 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a rollout over several GPUs adds the products of its ranks, so that the trainer can round at the same places.
+"""Adds the products of tensor-parallel ranks in one order, rank 0 first in FP32, which the trainer repeats.
 
-o and down are split along K: each rank multiplies its slice, rounds to BF16, and the ranks' products are added. vLLM
-adds them by whichever of five all-reduces fits the size of the batch, and for more than two ranks those add in several
-orders (the custom kernel's two-stage form begins at the rank that owns the row). Under ``jet_fp8`` a row must not
-depend on the batch around it, and the trainer must be able to repeat it. So the layers of more than two ranks reduce in
-one order here, rank 0 first (kernels/sum_of_ranks.py). With two ranks every order is this one, and vLLM's all-reduce
-stays on a GPU. On a CPU without BF16 instructions vLLM's cuts the sum instead of rounding it, so there it is ours, too.
-
-vLLM's passes that would put something else in the place of a sum are off (config/vllm_arguments.py): with the norm
-behind it or cut in halves for sequence parallelism. Its several all-reduces may stay: with two ranks all of them have
-these bits, by symmetric memory or not, and with more ours moves products by all-to-all and all-gather, which add
-nothing. What else it adds over ranks, the embedding, has a single term that is not zero.
-
-Three ways to move the data, the same bits.
-
-- *vLLM's custom kernel in one stage*, up to its limit of 8 MiB, of 256 KiB with eight ranks and NVLink multicast: each
-  rank reads the products of all over NVLink and adds them, rank 0 first, in FP32, rounded once. By itself it works so
-  for small batches alone; an environment variable tells it to for all. Whether it then has these bits is not assumed:
-  :func:`find_one_stage` asks it to add products whose sum rounds otherwise in any other order. Where it fails, or there
-  is none (a CPU, PCIe, ranks of several hosts), the other two do all of it.
-- *Gathered whole*, a small batch: each rank receives the products of all others and adds them itself, one collective
-  and one kernel.
-- *By rows*, a large one: each rank adds its share of the rows and hands the result round, two collectives, and
-  2 / ranks of the bytes.
+o and down are split along K, and for more than two ranks vLLM's all-reduces add in several orders, by the size of the
+batch. So row-parallel layers of more than two ranks reduce here (contract: kernels/sum_of_ranks.py). With two ranks all
+orders agree and vLLM's all-reduce stays, but on a CPU without BF16 instructions, where it truncates. The data moves in
+one of three ways with the same bits: vLLM's custom kernel in its one-stage form, if :func:`find_one_stage` has verified
+its bits; an all-gather of small batches; all-to-all by rows and an all-gather of large ones.
 """
 
 import os
@@ -43,33 +25,33 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.sync.operations_probe import products_of_ranks
 
-EVERY_ORDER_IS_ONE = 2
-"""Up to this many ranks any order of adding has the same bits, if it rounds to nearest."""
+MAX_ORDER_INVARIANT_RANKS = 2
+"""Up to this many ranks any order of addition has the same bits, if it rounds to nearest."""
 
 GATHERED_BYTES = 2**20
-"""Products of a rank up to this size are gathered whole."""
+"""Products of a rank up to this size are all-gathered."""
 
 ALGORITHM, IN_ONE_STAGE = "VLLM_CUSTOM_ALLREDUCE_ALGO", "1stage"
 _ORDERED = "jetrl_adds_in_order"
-"""Attribute of vLLM's custom all-reduce, by which :func:`find_one_stage` says that it has the bits."""
+"""Attribute that :func:`find_one_stage` sets on vLLM's custom all-reduce: whether its bits are right."""
 
 
-def keeps_vllms(ranks: int, on_gpu: bool) -> bool:
-    """Whether vLLM's all-reduce of so many ranks has the bits of ``kernels.sum_of_ranks``."""
-    return ranks == 1 or (on_gpu and ranks <= EVERY_ORDER_IS_ONE)
+def stock_all_reduce_matches(ranks: int, on_gpu: bool) -> bool:
+    """Whether vLLM's own all-reduce over ``ranks`` has the bits of ``kernels.sum_of_ranks``."""
+    return ranks == 1 or (on_gpu and ranks <= MAX_ORDER_INVARIANT_RANKS)
 
 
 def custom_all_reduce() -> Any:
-    """vLLM's custom all-reduce of this engine's ranks, None where there is none."""
+    """vLLM's custom all-reduce of this engine's ranks, None if there is none."""
     custom = getattr(get_tp_group().device_communicator, "ca_comm", None)
     return None if custom is None or custom.disabled else custom
 
 
 def find_one_stage(device: torch.device) -> bool:
-    """Let vLLM's custom kernel work in one stage in this process, unless the user has said how it is to work, and find
-    out whether it has the bits of ``kernels.sum_of_ranks``, by asking it; then sums are its own.
+    """Set vLLM's custom kernel to one stage, unless the user chose an algorithm, and verify its bits on fixed products.
 
-    A collective: every rank calls it once, behind the start of vLLM's communicators and outside of a CUDA graph.
+    A collective: every rank calls it once, after vLLM's communicators start and outside of CUDA graphs. Returns whether
+    all ranks have the bits of ``kernels.sum_of_ranks``; the kernel is then used.
     """
     group, custom = get_tp_group(), custom_all_reduce()
     if custom is None:
@@ -77,8 +59,8 @@ def find_one_stage(device: torch.device) -> bool:
     asked, ordered = ALGORITHM not in os.environ, True
     os.environ.setdefault(ALGORITHM, IN_ONE_STAGE)  # read at each call
     for products in products_of_ranks(device, group.world_size):
-        found = custom.custom_all_reduce(products[group.rank_in_group])
-        ordered &= found is None or torch.equal(found, kernels.sum_of_ranks(products))
+        total = custom.custom_all_reduce(products[group.rank_in_group])
+        ordered &= total is None or torch.equal(total, kernels.sum_of_ranks(products))
     everywhere = torch.tensor(int(ordered))
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=group.cpu_group)
     setattr(custom, _ORDERED, bool(everywhere))
@@ -88,7 +70,7 @@ def find_one_stage(device: torch.device) -> bool:
 
 
 def _in_one_stage(x: torch.Tensor) -> torch.Tensor | None:
-    """None where vLLM's kernel has other bits, or does not take ``x``."""
+    """None if vLLM's kernel has other bits, or does not support ``x``."""
     custom = custom_all_reduce()
     return custom.custom_all_reduce(x) if getattr(custom, _ORDERED, False) else None
 
@@ -109,9 +91,9 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
 
 @operator("ordered_all_reduce(Tensor x) -> Tensor", fake=torch.empty_like)
 def _ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
-    if (found := _in_one_stage(x)) is not None:
-        return found
-    # A graph is captured for few rows, and vLLM's own gather is made to be captured.
+    if (total := _in_one_stage(x)) is not None:
+        return total
+    # Graphs are captured for few rows, and vLLM's all-gather supports capture.
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     small = x.numel() * x.element_size() <= GATHERED_BYTES
     return _gathered(x) if small or captured else _by_rows(x).contiguous()
@@ -123,7 +105,7 @@ def ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
 
 
 class OrderedRowParallelLinear(RowParallelLinear):
-    """vLLM's own, whose ranks' products are added in one order."""
+    """vLLM's own, with the products of ranks added in the trainer's order."""
 
     def forward(self, input_: torch.Tensor):
         bias = None if self.tp_rank > 0 or self.skip_bias_add else self.bias
@@ -132,12 +114,12 @@ class OrderedRowParallelLinear(RowParallelLinear):
 
 
 def order_reduction(layer: torch.nn.Module) -> None:
-    """Let ``layer`` add its ranks' products in one order, in place; other layers stay, and where vLLM's sum is that.
+    """Make a row-parallel layer add in the trainer's order, in place, unless vLLM's all-reduce does.
 
     Raises:
-        UnsupportedConfiguration: a row-parallel layer that is handed whole rows, or does not reduce.
+        UnsupportedConfiguration: a row-parallel layer that gets whole rows, or does not reduce.
     """
-    if type(layer) is not RowParallelLinear or keeps_vllms(layer.tp_size, layer.weight.is_cuda):
+    if type(layer) is not RowParallelLinear or stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
         return
     if not (layer.input_is_parallel and layer.reduce_results):
         refuse("row_parallel_in_vllm", layer=layer.prefix, ranks=layer.tp_size)
@@ -145,14 +127,14 @@ def order_reduction(layer: torch.nn.Module) -> None:
 
 
 def fused_reductions(config: VllmConfig) -> list[str]:
-    """The passes of an engine over several ranks that put something else in the place of a layer's sum."""
+    """The enabled passes of an engine over several ranks that replace a layer's all-reduce."""
     if config.parallel_config.tensor_parallel_size == 1:
         return []
     return [name for name in FUSIONS_OF_REDUCTIONS if getattr(config.compilation_config.pass_config, name)]
 
 
 def reduce_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The reduction that this engine's row-parallel layers run, for the contract's probe."""
-    if keeps_vllms(get_tp_group().world_size, x.is_cuda):
+    """The reduction of this engine's row-parallel layers."""
+    if stock_all_reduce_matches(get_tp_group().world_size, x.is_cuda):
         return tensor_model_parallel_all_reduce(x)
     return ordered_all_reduce(x)

@@ -1,11 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sampler with shared log-probabilities: it reports what the trainer would compute of the tokens it draws.
+"""vLLM's sampler with the trainer's log-probabilities.
 
-Where every request of a step samples from the whole softmax, as a rollout's do, drawing is ours as well: one read of
-the logits (kernels/draw.py) where vLLM's sampler makes a copy and some eight passes. Any other step is vLLM's: greedy
-requests, nucleus sampling, penalties, requests with a seed, top log-probabilities. Both draw from the same
-distribution, with other random numbers.
+If every request of a step samples from the whole softmax, tokens are drawn here, too, in one read of the logits
+(kernels/draw.py); other steps (greedy, top_p, penalties, seeds, top log-probabilities) are drawn by vLLM.
 """
 
 import functools
@@ -45,11 +43,11 @@ _IDLE = {
     LogitBiasLogitsProcessor: lambda processor: not processor.biases,
     MinTokensLogitsProcessor: lambda processor: not processor.min_toks,
 }
-"""vLLM's own logits processors, and whether one has nothing to do in this step."""
+"""vLLM's logits processors -> whether one has nothing to do in this step."""
 
 
 def _from_whole_softmax(metadata: SamplingMetadata) -> bool:
-    """Whether every request draws from ``softmax(logits / temperature)``, told without a look at the device."""
+    """Whether every request draws from ``softmax(logits / temperature)``; needs no synchronization with the device."""
     budget = metadata.thinking_budget_state_holder
     return (
         metadata.all_random
@@ -64,7 +62,7 @@ def _from_whole_softmax(metadata: SamplingMetadata) -> bool:
 
 
 def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Tensor | None:
-    """Rows ``[N]`` whose tokens are not drawn from the whole softmax, by their requests' own parameters; None: none."""
+    """Boolean ``[N]``: rows whose requests do not draw from the whole softmax; None if all do."""
     altered, listed = [], set(metadata.bad_words_token_ids)
     if metadata.top_p is not None:
         altered.append(metadata.top_p < 1)
@@ -83,7 +81,7 @@ def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Ten
             listed |= processor.biases.keys()
         elif type(processor) is MinTokensLogitsProcessor:
             listed |= processor.min_toks.keys()
-        else:  # unknown, so it may do anything to any row
+        else:  # unknown: it may change any row
             listed.update(range(len(logits)))
     if listed:
         altered.append(torch.tensor([row in listed for row in range(len(logits))], device=logits.device))
@@ -91,10 +89,10 @@ def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Ten
 
 
 class SharedSampler(Sampler):
-    """vLLM's sampler; log-probabilities of the tokens it returns come from ``kernels.log_probs`` on the same logits.
+    """vLLM's sampler, whose log-probabilities come from ``kernels.log_probs``.
 
-    A request that asks for nucleus sampling, penalties or the like (validation does, and so may an agent loop) keeps
-    vLLM's, which is of the distribution that its tokens are drawn from.
+    Requests with top_p, penalties or the like, as in validation, keep vLLM's own, which describe the distribution that
+    they draw from.
     """
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any):
@@ -115,8 +113,7 @@ class SharedSampler(Sampler):
         return output
 
     def _draws(self, logits: torch.Tensor, metadata: SamplingMetadata) -> bool:
-        """Whether :meth:`draw` covers a step: the random numbers are the engine's, and no more than the drawn token's
-        log-probability is asked for."""
+        """Whether :meth:`draw` covers a step: no request has a seed or wants more than its token's log-probability."""
         return (
             self.logprobs_mode == "processed_logprobs"
             and not self.use_fp64_gumbel
@@ -129,10 +126,10 @@ class SharedSampler(Sampler):
         )
 
     def draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, kernels.Normalised]:
-        """Tokens ``[N]``, and what their softmax divides by.
+        """Tokens ``[N]``, and the normalizers of their softmax.
 
-        Random bits are those of torch's generator of this device, so a seeded engine repeats itself, the ranks of a
-        tensor-parallel engine draw the same tokens, and a CUDA graph would replay with new ones.
+        Random bits come from torch's generator of this device, so a seeded engine is reproducible and all ranks draw
+        the same tokens.
         """
         bits = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device).random_()
         return kernels.draw_tokens(logits, metadata.temperature, *bits)
@@ -141,24 +138,22 @@ class SharedSampler(Sampler):
         tokens, normalised = self.draw(logits, metadata)
         ids, reported = tokens.to(torch.int32)[:, None], None
         if metadata.max_num_logprobs is not None:
-            found = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalised)
-            reported = LogprobsTensors(ids, *found)
+            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalised)
+            reported = LogprobsTensors(ids, *log_probs_and_ranks)
         return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
-        """Whole rows, for prompt log-probabilities."""
+        """Log-probabilities of whole rows, for prompts."""
         tokens = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape)
         return shared_log_probs(logits, tokens, None)
 
 
 def share_sampler(model_runner: Any) -> None:
-    """Turn a model runner's sampler into the shared one, in place.
-
-    A rank of a pipeline that draws no tokens has none, and nothing happens.
+    """Make a model runner's sampler the shared one, in place; nothing if it has none.
 
     Raises:
-        UnsupportedConfiguration: a sampler of another kind.
+        UnsupportedConfiguration: a sampler of another class.
     """
     sampler = model_runner.sampler
     if sampler is None:
@@ -166,7 +161,7 @@ def share_sampler(model_runner: Any) -> None:
     if type(sampler) is Sampler:
         sampler.__class__ = SharedSampler
         return
-    # Made of Triton kernels, so imported only where vLLM has imported it.
+    # Its base is made of Triton kernels; vLLM has imported it by now.
     from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
 
     if type(sampler) is not SharedSamplerV2.__base__:

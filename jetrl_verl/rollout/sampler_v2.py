@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared sampler for vLLM's second model runner, which some architectures get on a GPU, Qwen3's among them.
-
-A file of its own because that runner's sampler is made of Triton kernels.
-"""
+"""The shared sampler for vLLM's second model runner, whose stock sampler is made of Triton kernels."""
 
 import numpy as np
 import torch
@@ -37,7 +34,7 @@ REACHES = (
 
 
 class SharedSamplerV2(Sampler):
-    """As ``sampler.SharedSampler``, for that runner."""
+    """As ``sampler.SharedSampler``, for the second runner."""
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch):
         if self._draws(logits, input_batch):
@@ -55,7 +52,7 @@ class SharedSamplerV2(Sampler):
         return output
 
     def _draws(self, logits: torch.Tensor, input_batch: InputBatch) -> bool:
-        """As ``SharedSampler._draws``; what requests ask for is known to the host here."""
+        """As ``SharedSampler._draws``; this runner keeps the requests' parameters on the host."""
         rows, states = input_batch.idx_mapping_np, self.sampling_states
         return (
             self.logprobs_mode == "processed_logprobs"
@@ -73,8 +70,8 @@ class SharedSamplerV2(Sampler):
     def draw(
         self, logits: torch.Tensor, input_batch: InputBatch, temperature: torch.Tensor
     ) -> tuple[torch.Tensor, kernels.Normalised]:
-        """Tokens ``[N]``, and what their softmax divides by: as this runner does it, a token follows from its request's
-        seed and its position alone, whatever else the step holds."""
+        """Tokens ``[N]``, and the normalizers of their softmax; as in this runner's own sampler a token depends on its
+        request's seed and position alone."""
         seeds = self.sampling_states.seeds.gpu[input_batch.expanded_idx_mapping]
         positions = input_batch.positions[input_batch.logits_indices]
         return kernels.draw_tokens(logits, temperature, seeds, positions.to(torch.int64))
@@ -84,8 +81,8 @@ class SharedSamplerV2(Sampler):
         tokens, normalised = self.draw(logits, input_batch, temperature)
         reported = None
         if self.sampling_states.max_num_logprobs(input_batch.idx_mapping_np) != NO_LOGPROBS:
-            found = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
-            reported = LogprobsTensors(tokens[:, None], *found)
+            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+            reported = LogprobsTensors(tokens[:, None], *log_probs_and_ranks)
         lengths = input_batch.seq_lens
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             lengths.new_ones(input_batch.num_reqs),
@@ -97,7 +94,7 @@ class SharedSamplerV2(Sampler):
         return SamplerOutput(tokens[:, None], reported, None, num_sampled, num_rejected)
 
     def _altered_requests(self) -> np.ndarray:
-        """``[max_num_reqs]``, whether a request's tokens are not drawn from the whole softmax."""
+        """Boolean ``[max_num_reqs]``: requests that do not draw from the whole softmax."""
         states: SamplingStates = self.sampling_states
         cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
         moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias

@@ -1,20 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared operations (jetrl_verl/kernels) in vLLM's place: norms, activation, rotary, logits, attention.
+"""Replaces single modules of a loaded vLLM model by ones that run the shared operations (jetrl_verl/kernels).
 
-vLLM builds and loads its stock model. Then :func:`share_operations` turns single modules of it into the classes below,
-which are vLLM's own with another forward; parameters, names and the order of layers stay. It is called by our worker
-(rollout/worker.py), and an engine has that worker only where its quantization config says ``operations: shared``. So
-nothing is registered with vLLM or torch, and an engine that did not ask runs vLLM's classes, in the same process too.
-
-At that moment weights are loaded and nothing is traced, captured or profiled yet, and the KV cache, its layout and its
-metadata builder are not chosen: torch.compile and CUDA graphs see these forwards from the first call on.
-
-Where an FP8 linear alone reads what a norm or the activation writes, that operation quantizes its result on the way and
-hands the linear qdata (:class:`jetrl_verl.reference.QuantizedTensor`) in the tensor's place: one kernel in front of a
-GEMM instead of two, and no BF16 rows. A mixture of experts hands the norm behind it the rows that it adds up
-(:class:`jetrl_verl.reference.UncombinedRows`). Between the two vLLM's models do nothing with what flows, and the bits
-are those of quantizing in the linear and of adding in the mixture.
+Each class below is vLLM's own with another forward; parameters, names and layer order stay, and nothing is registered
+with vLLM or torch, so another engine of the process keeps vLLM's classes. It runs after loading and before tracing,
+graph capture and the choice of the KV cache. If an FP8 linear layer alone reads what a norm or the activation writes,
+that operation quantizes its result and hands over a :class:`jetrl_verl.reference.QuantizedTensor`.
 """
 
 import copy
@@ -42,16 +33,16 @@ from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 
-_OURS = "of this engine"
-"""The model, in a message about a layer of it."""
+_THIS_MODEL = "of this engine"
+"""How messages name the model."""
 
 
 class _ReadByLinear:
-    """Mixed in front of a class of vLLM's whose result a quantized linear may be the only one to read.
+    """Mixin of vLLM classes whose result may be read by one quantized linear layer alone.
 
     Attributes:
-        reader_rule: scale rule of that linear; None where there is none, and the result is a tensor.
-        keeps_rows: whether the BF16 rows go along with the qdata. A mixture's router reads them, and ``jetrl diff``.
+        reader_rule: scale rule of that layer; None if there is none, and the result is a BF16 tensor.
+        keeps_rows: whether the BF16 rows go along with the qdata, for a mixture's router or ``jetrl diff``.
     """
 
     reader_rule: str | None = None
@@ -67,7 +58,7 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
 
     def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
         weight, eps, rule = self.weight, self.variance_epsilon, self.reader_rule
-        if isinstance(x, UncombinedRows):  # behind a mixture, so with a residual
+        if isinstance(x, UncombinedRows):  # after a mixture, so with a residual
             call = *x, residual, weight, eps
             if rule is None:
                 return kernels.combine_add_rms_norm(*call)
@@ -85,7 +76,7 @@ class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
     """``silu(gate) * up`` of ``[M, 2 N]``."""
 
     def check(self) -> None:
-        """Every one is covered."""
+        """All are covered."""
 
     def _forward_shared(self, x: torch.Tensor) -> torch.Tensor | QuantizedTensor:
         gate, up = x.chunk(2, dim=-1)
@@ -96,14 +87,14 @@ class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
 
 
 class _SharedRotary:
-    """Mixed in front of vLLM's rotary classes."""
+    """Mixin of vLLM's rotary classes."""
 
     def check(self) -> None:
         if not self.is_neox_style:
             refuse("interleaved_rotary")
         if self.rotary_dim != self.head_size:
             part = f"rotary of {self.rotary_dim} of the {self.head_size} features of a head"
-            refuse("partial_rotary", path=_OURS, error=f"the shared operations do not cover {part}")
+            refuse("partial_rotary", path=_THIS_MODEL, error=f"the shared operations do not cover {part}")
 
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
         heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
@@ -112,11 +103,11 @@ class _SharedRotary:
 
 
 class SharedRotaryEmbedding(_SharedRotary, RotaryEmbedding):
-    """With one frequency per pair of elements."""
+    """Rotary with one frequency per pair of elements."""
 
 
 class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
-    """With Llama 3's scaled frequencies, which are in the table."""
+    """Rotary with Llama 3's scaled frequencies, which are in the table."""
 
 
 class SharedLogitsProcessor(LogitsProcessor):
@@ -128,13 +119,12 @@ class SharedLogitsProcessor(LogitsProcessor):
             ("logit_scale", self.scale != 1.0, "scaled logits"),
         ):
             if wrong:
-                refuse(row, path=_OURS, error=f"the shared operations do not cover {what}")
+                refuse(row, path=_THIS_MODEL, error=f"the shared operations do not cover {what}")
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias):
-        """``[N, V]`` FP32, ``V`` entries of the vocabulary; None on a rank that vLLM does not gather on.
+        """``[N, V]`` FP32 without padding; None on a rank that vLLM does not gather on.
 
-        Under tensor parallelism a rank holds some columns, padding in the last shard included. A column is one dot
-        product whoever computes it, so the result has the bits that one rank would give.
+        A column is one dot product on any rank, so tensor parallelism does not change bits.
         """
         logits = self._gather_logits(kernels.logits(hidden_states, lm_head.weight))
         return None if logits is None else logits[..., : self.org_vocab_size]
@@ -152,25 +142,25 @@ _SHARED: dict[type, type] = {
     Qwen3Attention: SharedQwen3Attention,
     Qwen3MoeAttention: SharedQwen3MoeAttention,
 }
-"""Class of vLLM's -> ours, which has another forward and nothing else."""
+"""vLLM's class -> its subclass with another forward."""
 
 
 def _share(module: torch.nn.Module) -> None:
-    """Turn one module into ours, in place."""
+    """Give one module its class of ``_SHARED``, in place."""
     shared = _SHARED.get(type(module))
     if shared is None:
         refuse("layer_class_in_vllm", layer=type(module).__name__)
     module.__class__ = shared
     module.check()
     if isinstance(module, CustomOp):
-        # Whatever custom_ops chose between vLLM's own forwards.
+        # Overrides what custom_ops chose among vLLM's own forwards.
         module._forward_method = module._forward_shared
 
 
 def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> RotaryEmbeddingBase:
-    """A rotary of this engine's alone with the shared table. vLLM keeps ``stock`` for every engine of the process."""
+    """A copy with the shared table; vLLM keeps ``stock`` for every engine of the process."""
     own = copy.copy(stock)
-    # A copied module still holds the dictionary of the first one.
+    # A shallow copy shares the dictionary.
     own._buffers = {}
     _share(own)
     table = kernels.rotary_table(own.head_size, own.max_position_embeddings, rope_parameters)
@@ -181,13 +171,13 @@ def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) 
 def share_operations(
     model: torch.nn.Module, config: Any, ordered: bool = False, kv_cache: KVCache | None = None
 ) -> None:
-    """Turn a loaded model of vLLM's into one that runs the shared operations, in place.
+    """Make a loaded vLLM model run the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
         ordered: whether the products of tensor-parallel ranks are added as the trainer does.
-        kv_cache: what the KV cache holds; None for BF16.
+        kv_cache: format of the KV cache; None for BF16.
 
     Raises:
         UnsupportedConfiguration: a layer that the shared operations do not cover.
@@ -203,26 +193,26 @@ def share_operations(
         if isinstance(module, RMSNorm | SiluAndMul | LogitsProcessor):
             _share(module)
     share_attention_layers(model, kv_cache)
-    ours = family(config)
-    if ours.q_norm:
-        parts = (ours.qkv, ours.q_norm, ours.k_norm, ours.rotary, ours.core, ours.o)
-        for layer in model.get_submodule(ours.layers):
-            attention = layer.get_submodule(ours.attention)
+    names = family(config)
+    if names.q_norm:
+        parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
+        for layer in model.get_submodule(names.layers):
+            attention = layer.get_submodule(names.attention)
             attention.parts = tuple(map(leaf, parts))
             _share(attention)
     for parent in model.modules():
         for name, operation in parent.named_children():
-            if isinstance(operation, _ReadByLinear) and name in ours.readers:
-                method = getattr(parent.get_submodule(ours.readers[name]), "quant_method", None)
+            if isinstance(operation, _ReadByLinear) and name in names.readers:
+                method = getattr(parent.get_submodule(names.readers[name]), "quant_method", None)
                 if isinstance(method, JetLinearMethod) and method.format.accepts_quantized:
                     operation.reader_rule = method.config.scale_rule
-    if ours.experts is not None:
-        _share_mixtures(model, ours, ordered)
+    if names.experts is not None:
+        _share_mixtures(model, names, ordered)
 
 
-def _share_mixtures(model: torch.nn.Module, ours: Family, ordered: bool) -> None:
-    """Layers' halves that are mixtures of experts; the norm in front quantizes, and keeps its rows for the router."""
-    for layer in model.get_submodule(ours.layers):
-        block = share_experts(layer.get_submodule(ours.experts.block), ordered)
-        norm = layer.get_submodule(ours.post_norm)
+def _share_mixtures(model: torch.nn.Module, names: Family, ordered: bool) -> None:
+    """Share the mixtures; the norm before each quantizes, and keeps its rows for the router."""
+    for layer in model.get_submodule(names.layers):
+        block = share_experts(layer.get_submodule(names.experts.block), ordered)
+        norm = layer.get_submodule(names.post_norm)
         norm.reader_rule, norm.keeps_rows = block.rule, True

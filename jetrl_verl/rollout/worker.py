@@ -1,24 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's worker as our engines run it: its operations, and its weight sync.
+"""vLLM's worker with our operations (``worker_cls``) and our weight sync (``worker_extension_cls``).
 
-*The worker* (engine argument ``worker_cls``, with shared operations or an FP8 KV cache only) is this platform's own;
-once it has loaded the model, it exchanges the operations between the linears (rollout/shared_operations.py) and the
-sampler, or the attention alone. It is a class of ours and not a hook, so that another engine of the process keeps
-vLLM's.
-
-*The extension* (``worker_extension_cls``) receives what the trainer sends, then checks the contract on live parameters.
-verl's own extension loads the buckets; this one wraps it with two duties.
-
-*A failure must reach the trainer.* The trainer's sender waits for an acknowledgement of every bucket, without a time
-limit, so a loader that raises in the middle leaves it waiting for ever. Here an exception is kept, the remaining
-buckets are acknowledged unread, and it is raised at the end, when the remote call's result carries it to the trainer.
-
-*Copies.* At its first sync a worker loads by verl's and vLLM's loaders and records what they copy; later ones repeat it
-(rollout/copies.py).
-
-*The contract.* Behind the weights come the trainer's sums (sync/contract.py); they are compared with what the live
-parameters hold after loading.
+The worker is a class, not a hook, so that another engine of the process keeps vLLM's. The extension wraps verl's: an
+exception while loading is kept, the remaining buckets are acknowledged unread, and it is raised at the end, because
+verl's sender waits for every acknowledgement. After loading, it compares live parameters with the trainer's sums.
 """
 
 import logging
@@ -38,16 +24,16 @@ from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.qk_norm import split_at_attention
-from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, keeps_vllms, reduce_ranks
+from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, reduce_ranks, stock_all_reduce_matches
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, states
+from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, is_contract_piece
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 if not logger.handlers:
-    # Its own handler: whether the root logger of a vLLM worker has one depends on how the process was started.
+    # Whether the root logger of a vLLM worker has a handler depends on how the process was started.
     logger.addHandler(logging.StreamHandler())
     logger.propagate = False
 
@@ -62,7 +48,7 @@ class JetWorker(PlatformWorker):
     """Worker of an engine with ``operations: shared`` or ``kv_cache: fp8``."""
 
     def load_model(self, **options: Any) -> None:
-        """Load as always, then exchange the operations: nothing has run yet, and there is no KV cache.
+        """Load the stock model, then replace its operations, before anything runs and before there is a KV cache.
 
         Raises:
             UnsupportedConfiguration: the shared operations do not cover the model.
@@ -73,7 +59,7 @@ class JetWorker(PlatformWorker):
             share_attention_layers(self.get_model(), config.kv_cache)
             return
         ordered = config.reduction == "ordered"
-        if ordered and not keeps_vllms(get_tp_group().world_size, on_gpu=not current_platform.is_cpu()):
+        if ordered and not stock_all_reduce_matches(get_tp_group().world_size, on_gpu=not current_platform.is_cpu()):
             with torch.inference_mode():
                 find_one_stage(self.device)
         share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered, config.kv_cache)
@@ -82,7 +68,7 @@ class JetWorker(PlatformWorker):
 
 
 class JetWorkerExtension(vLLMColocateWorkerExtension):
-    """Extension of every precision but ``bf16``."""
+    """Worker extension of every precision but ``bf16``."""
 
     _jetrl_live: LiveMap | None = None
 
@@ -91,7 +77,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
         Raises:
             ContractViolation: live parameters differ from what the trainer states.
-            RuntimeError: loading failed; raised after the sender has been let go.
+            RuntimeError: loading failed; raised after all buckets are acknowledged.
         """
         started = time.perf_counter()
         if self._jetrl_live is None:
@@ -103,30 +89,30 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         loaded = time.perf_counter()
         config = self.model_runner.vllm_config.quant_config
-        # All ranks add together: one that could not load takes part, or the others would wait for it.
+        # A collective: a rank that failed to load takes part, or the others would wait for it.
         reduction = self._stated_reduction(config)
         if self._jetrl_failure is not None:
             raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         if not isinstance(config, JetQuantizationConfig):
             raise ContractViolation(
-                "contract check: the trainer's precision is not bf16 but vLLM was started with quantization="
-                f"{config.get_name() if config else None}; do not override rollout.engine_kwargs.vllm.quantization"
+                "contract check: the trainer's precision is not bf16, but vLLM was started with quantization="
+                f"{config.get_name() if config else None}. Do not override rollout.engine_kwargs.vllm.quantization."
             )
         if (config.operations == "shared" or config.kv_cache.traits.quantized) and not isinstance(self, JetWorker):
-            asked = "trainer runs the shared operations" if config.operations == "shared" else "KV cache is to be FP8"
+            wanted = "trainer runs shared operations" if config.operations == "shared" else "KV cache is set to FP8"
             raise ContractViolation(
-                f"contract check: the {asked} but vLLM was started with worker_cls="
-                f"{self.vllm_config.parallel_config.worker_cls}; do not override "
-                "rollout.engine_kwargs.vllm.worker_cls"
+                f"contract check: the {wanted}, but vLLM was started with worker_cls="
+                f"{self.vllm_config.parallel_config.worker_cls}. Do not override "
+                "rollout.engine_kwargs.vllm.worker_cls."
             )
         if config.reduction == "ordered" and (fused := fused_reductions(self.vllm_config)):
             raise ContractViolation(
-                f"contract check: the trainer repeats the sums of the rollout's ranks but vLLM was started with "
-                f"compilation_config.pass_config.{fused[0]}=true; do not override "
-                "rollout.engine_kwargs.vllm.compilation_config.pass_config"
+                f"contract check: the trainer repeats the sums of the rollout's ranks, but vLLM was started with "
+                f"compilation_config.pass_config.{fused[0]}=true. Do not override "
+                "rollout.engine_kwargs.vllm.compilation_config.pass_config."
             )
         if not config.contract_check:
-            self._jetrl_copies.hold()
+            self._jetrl_copies.commit()
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         routing = live_routing(self.model_runner.model)
@@ -139,7 +125,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             operations=operations | reduction,
             routing=routing,
         )
-        self._jetrl_copies.hold()
+        self._jetrl_copies.commit()
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
             "live digest %#018x",
@@ -151,8 +137,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         )
 
     def _stated_reduction(self, config: Any) -> dict[str, int]:
-        ours = isinstance(config, JetQuantizationConfig) and config.contract_check
-        if not ours or config.reduction != "ordered":
+        if not (isinstance(config, JetQuantizationConfig) and config.contract_check and config.reduction == "ordered"):
             return {}
         group = get_tp_group()
         return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))
@@ -162,19 +147,19 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             return
         try:
             done, others = self._jetrl_copies.repeat(weights)
-            # Weights of these are placed; what they hold of the contract is not taken yet.
-            self._jetrl_receiver.take([piece for piece in done if states(piece[0])])
+            # Their weights are placed; pieces of the contract among them still have to be read.
+            self._jetrl_receiver.take([piece for piece in done if is_contract_piece(piece[0])])
             if others:
                 tensors = self._jetrl_receiver.take(others)
                 with self._jetrl_copies.recording(others):
                     self._load(tensors, peft_config, base_sync_done)
         except Exception as error:
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
-            # Words only: the exception's traceback reaches up to the receiver's frames and their views of the buffer.
+            # Text only: a traceback would keep the receiver's frames and their views of the buffer alive.
             self._jetrl_failure = f"{type(error).__name__}: {error}"
 
     def _load(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool) -> None:
-        """Load weights through vLLM's loaders, or ours."""
+        """Load experts and scales ourselves, the rest through vLLM's loaders."""
         rest, scales, model = [], {}, self.model_runner.model
         for name, tensor in weights:
             if is_of_experts(name, model.config):

@@ -1,24 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract check's question about code: do both sides multiply, and compute what they share, with the same?
+"""The contract check's probes: both sides run each operation on fixed inputs and compare sums of its results' bits.
 
-Both sides run every operation on fixed inputs, odd shapes among them, and compare sums of the results' bits, one per
-operation, so that a difference is named. Weights play no part, so equal weights under different code do not pass.
-Inputs stay on the device, and the host waits for it once, for all sums.
-
-Of a mixture of experts they also choose experts by logits of which many are equal, send ragged numbers of rows to
-experts of which one gets none, and add a token's rows where another order rounds differently.
-
-Where the sides run different code for one result, each runs its own, over a cache of what ``jetrl.kv_cache`` says:
-
-- *QK norm, rotary and the cache.* The trainer states queries, and keys and values as the cache gives them; the rollout
-  the queries of the launch that writes its cache, and what is then in the pages.
-- *Attention.* The trainer attends to whole sequences; the rollout from each of their tokens alone, over pages that it
-  has written, in decode steps of few requests and of many, since their number decides how many thread blocks share a
-  request. So decode is compared with prefill, and of an FP8 cache the format, the scales and the pages.
-
-Under a rollout over several GPUs both also add products of ranks, each its own in the rollout and all of them in the
-trainer: a reduction in another order, or with another rounding, has other bits in some of them.
+Equal weights under different code therefore do not pass, and the operation that differs is named. If the sides run
+different code for one result, each runs its own: the trainer attends to whole sequences, the rollout decodes each of
+their tokens over pages that it has written, in steps of few and of many requests; each side of a rollout over several
+GPUs adds the products of ranks by its own reduction. A mixture's inputs have tied logits, an expert without tokens, and
+rows whose sum depends on the order. The host waits for the device once, for all sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,12 +21,12 @@ from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _LENGTHS = (5, 1, 149)
-"""Tokens of the sequences. Kernels of attention go by blocks of 128 keys: the last sequence has two of them."""
+"""Tokens of the sequences; the last one has two blocks of 128 keys."""
 _HEAD_DIM = 128
 _PAGE_TOKENS = 16
 _STEPS = (1, 12, 32)
-"""Requests of the first decode steps; the last step has the other tokens. With two KV heads a GPU of 132
-multiprocessors computes the steps by clusters of 8, 4, 2 and 1 thread blocks."""
+"""Requests of the first decode steps; the last step has the remaining tokens. With two KV heads and 132 SMs the decode
+kernel uses clusters of 8, 4, 2 and 1 thread blocks."""
 
 
 def _bytes(quantized: QuantizedTensor) -> torch.Tensor:
@@ -47,7 +35,7 @@ def _bytes(quantized: QuantizedTensor) -> torch.Tensor:
 
 
 class _Inputs(NamedTuple):
-    """What the operations are asked with, on one device."""
+    """Inputs of the operations on one device."""
 
     x: torch.Tensor
     residual: torch.Tensor
@@ -66,7 +54,7 @@ class _Inputs(NamedTuple):
 
 @cache
 def _inputs(device: torch.device) -> _Inputs:
-    """Kept, 1 MB: each copy from the host waits for the device, and no operation writes into its inputs."""
+    """Cached, 1 MB: copies from the host wait for the device, and no operation writes into its inputs."""
     generator = torch.Generator().manual_seed(20260122)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -81,8 +69,7 @@ def _inputs(device: torch.device) -> _Inputs:
         positions=torch.arange(2047, 2047 - tokens, -1, device=device),
         cu_seqlens=torch.tensor([0, *_LENGTHS], device=device).cumsum(0).to(torch.int32),
         temperature=torch.linspace(0.3, 2, tokens).to(device),
-        # Not the results of kernels.logits: a difference is to be found in the operation that makes it, and in no
-        # other.
+        # Not the results of kernels.logits, so that a difference shows in the operation that makes it alone.
         logits=torch.randn(tokens, 200, generator=generator, device="cpu").to(device),
         following=torch.arange(tokens, device=device)[:, None],
     )
@@ -92,7 +79,7 @@ class _Step(NamedTuple):
     """A decode step of some of the probe's tokens, each a request of its own.
 
     Attributes:
-        tokens: ``[R]``. lengths: int32 ``[R]``, of their sequences up to them. table: int32 ``[R, pages]``.
+        tokens: ``[R]``. lengths: int32 ``[R]``, of sequences up to these tokens. table: int32 ``[R, pages]``.
     """
 
     tokens: torch.Tensor
@@ -101,8 +88,7 @@ class _Step(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where a rollout has the probe's tokens: ``slots [N]`` of so many ``pages``; and its decode ``steps``, which have
-    every token once."""
+    """The rollout's cache: ``slots [N]`` of all tokens in ``pages``, and decode ``steps`` with each token once."""
 
     pages: int
     slots: torch.Tensor
@@ -111,16 +97,16 @@ class _Places(NamedTuple):
 
 @cache
 def _places(device: torch.device) -> _Places:
-    """Kept, as :func:`_inputs`."""
+    """Cached, as :func:`_inputs`."""
     with torch.device("cpu"):  # whatever the default is
         owner = torch.repeat_interleave(torch.arange(len(_LENGTHS)), torch.tensor(_LENGTHS))
         position = torch.cat([torch.arange(length) for length in _LENGTHS])
         pages = [-(-length // _PAGE_TOKENS) for length in _LENGTHS]
-        # Scattered: sequences share no page, and theirs do not follow each other.
+        # Scattered: sequences share no page, and their pages are not consecutive.
         numbers = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(3)).split(pages)
         table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True)
         slots = table[owner, position // _PAGE_TOKENS] * _PAGE_TOKENS + position % _PAGE_TOKENS
-        # Each step has requests of one block of keys and of two.
+        # Each step has requests with one and with two blocks of keys.
         tokens = len(position)
         order = (tokens - 1 - 41 * torch.arange(tokens)) % tokens
         steps = order.split([*_STEPS, tokens - sum(_STEPS)])
@@ -133,27 +119,27 @@ def _places(device: torch.device) -> _Places:
 
 
 def _pages(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
-    """Those of :func:`_places`, which nobody has written."""
+    """Unwritten pages of :func:`_places`."""
     return kv_cache.new_pages(_places(device).pages, _PAGE_TOKENS, _inputs(device).k.shape[1], device)
 
 
 def _heads(device: torch.device, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
-    """Queries behind QK norm and rotary, and keys and values as the cache gives them: ``[N, H + 2 Hkv, D]``."""
+    """Queries after QK norm and rotary, and keys and values as read from the cache: ``[N, H + 2 Hkv, D]``."""
     inputs = _inputs(device)
     weights = inputs.weight[: 2 * _HEAD_DIM].chunk(2)
     others = (*weights, 1e-6, inputs.table, inputs.positions)
     if rollout:
         pages, slots = _pages(device, kv_cache), _places(device).slots
         q = kv_cache.norm_rotary_write((inputs.q, inputs.k, inputs.v, *others), pages, slots)
-        held = [x[slots] for x in kv_cache.read(pages)]
+        cached = [x[slots] for x in kv_cache.read(pages)]
     else:
         q, k = kernels.norm_rotary(inputs.q, inputs.k, *others)
-        held = [kernels.cache_form(x) for x in kv_cache.seen(k, inputs.v)]
-    return torch.cat([q, *held], dim=1)
+        cached = [kernels.cache_form(x) for x in kv_cache.seen(k, inputs.v)]
+    return torch.cat([q, *cached], dim=1)
 
 
 def _token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
-    """Attention ``[N, H, D]`` of each of the probe's tokens, each as the new one of a decode step."""
+    """Attention ``[N, H, D]`` of each token as the new one of a decode step."""
     inputs, places, pages = _inputs(device), _places(device), _pages(device, kv_cache)
     kv_cache.write(inputs.k, inputs.v, pages, places.slots)
     out = torch.empty_like(inputs.q)
@@ -163,10 +149,10 @@ def _token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
 
 
 def _results(device: torch.device, kv_cache: KVCache, rollout: bool) -> dict[str, torch.Tensor]:
-    """Operation -> its results on ``device``, by the code of one of the sides."""
+    """Operation -> its results on ``device``, by this side's code."""
     x, residual, weight, head, q, k, v, table, positions, cu_seqlens, temperature, logits, following = _inputs(device)
     sequences = q, k, v, cu_seqlens, max(_LENGTHS), _HEAD_DIM**-0.5
-    found = {
+    results = {
         "rms_norm": kernels.rms_norm(x, weight, 1e-6),
         "add_rms_norm": torch.cat(kernels.add_rms_norm(x, residual, weight, 1e-6)),
         "rms_norm_quantize_1x128": _bytes(kernels.rms_norm_quantize_1x128(x, weight, 1e-6, "fp32")),
@@ -184,32 +170,32 @@ def _results(device: torch.device, kv_cache: KVCache, rollout: bool) -> dict[str
         "log_probs": kernels.log_probs(logits, following, temperature),
     }
     if rollout:
-        found[kv_cache.contract] = _token_by_token(device, kv_cache)
+        results[kv_cache.contract] = _token_by_token(device, kv_cache)
     else:
-        # Over a BF16 cache that is the attention above.
-        of_bf16 = kv_cache is formats.kv_cache(formats.UNQUANTIZED)
-        found[kv_cache.contract] = found["attention"] if of_bf16 else kv_cache.attend(*sequences)
-    return found
+        # With a BF16 cache this is the attention above.
+        is_bf16 = kv_cache is formats.kv_cache(formats.UNQUANTIZED)
+        results[kv_cache.contract] = results["attention"] if is_bf16 else kv_cache.attend(*sequences)
+    return results
 
 
 def _sums(results: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Sum of the bits of each result, modulo 2^64."""
-    found = []
+    sums = []
     for result in results.values():
         rows = row_sums(result.flatten(1))
-        # Each row times a constant of its own, so that exchanged rows show.
-        found.append((rows * odd_constants(len(rows), rows.device)).sum())
-    # One wait for the device: beside other processes each costs their turns, and a sync stands still meanwhile.
-    return dict(zip(results, torch.stack(found).tolist(), strict=True))
+        # A constant for each row, so that exchanged rows show.
+        sums.append((rows * odd_constants(len(rows), rows.device)).sum())
+    # One wait for the device, since each can take a turn of every other process on it.
+    return dict(zip(results, torch.stack(sums).tolist(), strict=True))
 
 
 _EXPERTS, _PER_TOKEN, _WIDTH = 6, 3, 128
 _ROWS = (1, 5, 137)
-"""Tokens of the experts' probe: a kernel may be chosen by their number."""
+"""Token counts of the experts' probe; kernels are chosen by their number."""
 
 
 class _MixtureInputs(NamedTuple):
-    """What a mixture's operations are asked with, on one device."""
+    """Inputs of a mixture's operations on one device."""
 
     tied: torch.Tensor
     x: torch.Tensor
@@ -221,18 +207,18 @@ class _MixtureInputs(NamedTuple):
 
 @cache
 def _mixture_inputs(device: torch.device) -> _MixtureInputs:
-    """Kept, as :func:`_inputs`."""
+    """Cached, as :func:`_inputs`."""
     generator = torch.Generator().manual_seed(20261124)
     tokens = max(_ROWS)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device="cpu")
 
-    # Expert 2 gets no token, and 0 most of them.
+    # Expert 2 gets no token, expert 0 most of them.
     logits = normal(tokens, _EXPERTS)
     logits[:, 0] += 3
     logits[:, 2] -= 100
-    # Two terms of a token cancel, so the third is lost or kept by the order.
+    # Two terms of a token cancel; the order decides whether the third is lost.
     large = normal(tokens, 2 * BLOCK).mul_(2.0**12)
     terms = torch.stack([large, normal(tokens, 2 * BLOCK), -large], dim=1)
     return _MixtureInputs(
@@ -246,7 +232,7 @@ def _mixture_inputs(device: torch.device) -> _MixtureInputs:
 
 
 def _experts_forward(inputs: _MixtureInputs, tokens: int, trains: bool) -> torch.Tensor:
-    """Output of the flow's experts for the first ``tokens`` tokens, BF16, with the operations of one of the sides."""
+    """BF16 output of the flow's experts for the first ``tokens`` tokens, by one side's operations."""
     flow = formats.get(formats.FLOW)
     gate_up, down = (flow.quantize_weight(weight, "fp32") for weight in (inputs.gate_up, inputs.down))
     x, logits = flow.quantize_activation(inputs.x[:tokens], "fp32"), inputs.logits[:tokens].contiguous()
@@ -267,60 +253,58 @@ def _results_of_mixture(device: torch.device) -> dict[str, torch.Tensor]:
     rows = torch.arange(tokens * _PER_TOKEN, dtype=torch.int32, device=device).view(tokens, _PER_TOKEN)
     plain = _inputs(device)
     residual, weight = plain.residual[:tokens, : 2 * BLOCK].contiguous(), plain.weight[: 2 * BLOCK]
-    behind = inputs.terms, rows, residual, weight, 1e-6
+    norm_inputs = inputs.terms, rows, residual, weight, 1e-6
     chosen = [kernels.route(inputs.tied, 4, renormalize) for renormalize in (False, True)]
-    # Rows of the trainer's segments begin at multiples of 128, those of the rollout's anywhere.
+    # The trainer's segments begin at multiples of 128 rows, the rollout's anywhere.
     outputs = [_experts_forward(inputs, count, trains) for count in _ROWS for trains in (True, False)]
     return {
         "route": torch.cat([x.view(torch.int32) for pair in chosen for x in pair], dim=1).view(torch.bfloat16),
         "experts": torch.cat(outputs),
         "combine": kernels.combine(inputs.terms, rows),
-        "combine_add_rms_norm": torch.cat(kernels.combine_add_rms_norm(*behind)),
+        "combine_add_rms_norm": torch.cat(kernels.combine_add_rms_norm(*norm_inputs)),
         "combine_add_rms_norm_quantize_1x128": _bytes(
-            kernels.combine_add_rms_norm_quantize_1x128(*behind, "fp32", with_normed=False)[0]
+            kernels.combine_add_rms_norm_quantize_1x128(*norm_inputs, "fp32", with_normed=False)[0]
         ),
     }
 
 
 _PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
-"""Shapes of the products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
+"""Shapes of products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
 
 
 def products_of_ranks(
     device: torch.device, ranks: int, shapes: Sequence[tuple[int, int]] = _PRODUCTS
 ) -> list[list[torch.Tensor]]:
-    """For each of ``shapes``, rows and columns, the BF16 products of all ranks, whose sum rounds differently in another
-    order.
+    """BF16 products of all ranks for each of ``shapes`` (rows, columns), whose sum rounds differently in another order.
 
-    Two ranks of an element, other ones from element to element, hold a number and its negative that are so large that
-    FP32 rounds what is added between the two. Every fourth element, and every one of two ranks, has plain numbers,
-    whose sum says how it is rounded.
+    At each element two ranks, which vary, have a number and its negative, so large that FP32 rounds what is added in
+    between. Every fourth element, and all of two ranks, have plain numbers, whose sum shows the rounding mode.
     """
-    found = []
+    batches = []
     for rows, columns in shapes:
         place = torch.arange(rows * columns, device=device).view(rows, columns)
-        # Whole numbers of at most 8 bits times powers of two, so that every device makes the same ones.
+        # Integers of at most 8 bits times powers of two, the same on every device.
         products = [(place * (2 * rank + 37) % 251 - 125).float() for rank in range(ranks)]
         first = place % ranks
         second = (first + 1 + place // ranks % max(1, ranks - 1)) % ranks
         large = 2.0**20 * (place % 101 + 27)
         cancels = (place % 4 > 0) & (ranks > 2)
         for rank, product in enumerate(products):
-            # Far enough apart that the sum does not fit into BF16.
+            # Exponents apart, so that the sum does not fit into BF16.
             product *= 2.0 ** (3 * (rank % 3))
             for chosen, sign in ((first, 1), (second, -1)):
                 product[cancels & (chosen == rank)] = sign * large[cancels & (chosen == rank)]
-        found.append([product.to(torch.bfloat16) for product in products])
-    return found
+        batches.append([product.to(torch.bfloat16) for product in products])
+    return batches
 
 
 def stated_reduction(
     device: torch.device, ranks: int, reduce: Callable[[Sequence[torch.Tensor]], torch.Tensor] = kernels.sum_of_ranks
 ) -> dict[str, int]:
-    """What a side states about the sum of its row-parallel layers; nothing with one rank.
+    """A side's statement about the reduction of its row-parallel layers; empty with one rank.
 
     Args:
-        reduce: sum of the products of all ranks; a rank of the rollout passes on its own of them.
+        reduce: sum of the products of all ranks; a rank of the rollout reduces its own product.
     """
     if ranks == 1:
         return {}
@@ -336,23 +320,19 @@ def stated_operations(
     rollout: bool = False,
     mixture: bool = False,
 ) -> dict[str, int]:
-    """What a side states about its operations where they are ``"shared"``: operation -> sum of the bits of its results
-    on ``device``, modulo 2^64. Nothing where they are not.
+    """A side's statement about ``"shared"`` operations: operation -> sum of its result bits, modulo 2^64; else empty.
 
     Args:
-        kv_cache: what the rollout's cache holds (``formats.CACHES``). rollout: whether this side has that cache.
-        mixture: whether the model is a mixture of experts, whose operations are stated as well.
+        kv_cache: format of the rollout's cache (``formats.CACHES``). rollout: whether this side is the rollout.
+        mixture: whether the model is a mixture of experts.
     """
     if operations != "shared":
         return {}
     with torch.no_grad():
-        found = _results(device, formats.kv_cache(kv_cache), rollout)
-        return _sums(found | (_results_of_mixture(device) if mixture else {}))
+        results = _results(device, formats.kv_cache(kv_cache), rollout)
+        return _sums(results | (_results_of_mixture(device) if mixture else {}))
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:
-    """What a side states about its linear layers: ``Format.probe``; None where they are each side's own BF16 GEMM.
-
-    Those are no contract: cuBLAS chooses a kernel by the number of rows, which the two sides never share.
-    """
+    """A side's statement about its linear layers: ``Format.probe``; None for BF16, whose kernel varies by rows."""
     return None if format_name == formats.UNQUANTIZED else formats.get(format_name).probe(device, scale_rule)

@@ -1,11 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that lie below each other in one tensor go through a weight sync as one: quantized, judged, summed, sent and
-copied by one call.
+"""Stacks: several weights of one width in one tensor, or several vectors, which a sync handles by one call each.
 
-A stream of a sync has items (name, tensor). Where ``name`` is a :class:`Stack`, the tensor is several weights of one
-width, or vectors one behind the other. What feeds a sync makes stacks (train/gather.py); a stream without any, of plain
-(name, tensor) pairs, comes to the same bits.
+A sync's stream has items (name, tensor); if ``name`` is a :class:`Stack`, the tensor holds several weights, one after
+the other. train/gather.py makes stacks; a stream of plain pairs has the same bits.
 """
 
 from collections.abc import Iterator
@@ -14,10 +12,10 @@ import torch
 
 
 class Stack:
-    """Names of what lies below each other in one tensor, and how many rows or elements each has.
+    """Names of the weights in one tensor, and the number of rows or elements of each.
 
-    The same object names what is made of the tensor, scales or sums, whose rows are in proportion. It is compared by
-    identity: who makes stacks keeps them from sync to sync, so what is derived of one is derived once.
+    It also names tensors derived from it, scales or sums, with rows in proportion. Stacks are compared by identity and
+    kept from sync to sync.
     """
 
     def __init__(self, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
@@ -28,30 +26,30 @@ class Stack:
         return f"Stack({self.names[0]} to {self.names[-1]}, {sum(self.rows)} rows)"
 
     def lengths(self, length: int) -> list[int]:
-        """How much of something with a first dimension of ``length`` belongs to each name."""
+        """Rows of each name in a tensor whose first dimension is ``length``."""
         whole = sum(self.rows)
         return list(self.rows) if length == whole else [rows * length // whole for rows in self.rows]
 
     def renamed(self, prefix: str, suffix: str) -> "Stack":
-        """The same with a prefix and a suffix on each name; one object for the same words."""
-        found = self._renamed.get((prefix, suffix))
-        if found is None:
+        """The stack with a prefix and a suffix on each name; cached."""
+        stack = self._renamed.get((prefix, suffix))
+        if stack is None:
             names = tuple(f"{prefix}{name}{suffix}" for name in self.names)
-            found = self._renamed[prefix, suffix] = Stack(names, self.rows)
-        return found
+            stack = self._renamed[prefix, suffix] = Stack(names, self.rows)
+        return stack
 
 
 Name = str | Stack
-"""Of an item of a sync's stream."""
+"""Name of an item of a sync's stream."""
 
 
 def renamed(name: Name, prefix: str = "", suffix: str = "") -> Name:
-    """A name, or each of a stack's, between a prefix and a suffix."""
+    """A name, or each name of a stack, with a prefix and a suffix."""
     return f"{prefix}{name}{suffix}" if isinstance(name, str) else name.renamed(prefix, suffix)
 
 
 def names_of(name: Name) -> tuple[str, ...]:
-    """One name or several."""
+    """The name, or the names of a stack."""
     return (name,) if isinstance(name, str) else name.names
 
 

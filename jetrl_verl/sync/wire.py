@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the trainer at a weight sync: qdata and scales for the quantized layers, BF16 for the rest.
+"""What the trainer sends at a weight sync: qdata and scales of quantized layers, BF16 of all else, in few pieces.
 
-Weights are quantized here, once, from the BF16 value of the gathered master weight, which is the value that the
-trainer's own forward quantizes. The rollout copies the qdata and never sees a BF16 weight, so the two sides cannot
-round differently (a trainer quantizing its FP32 master against a rollout quantizing the BF16 export has been reported
-to cost a factor of 20 in k3_kl, xtuner #2044). The wire carries 1.0002 bytes per quantized weight, 1.0007 with the
-contract check's sums; verl's stock wire carries FP32.
+Weights are quantized once, from the BF16 cast of the gathered master weight, which the trainer's forward quantizes too,
+so the two sides cannot round differently. A quantized weight takes 1.0007 bytes with scales and the contract's sums;
+verl's stock wire carries FP32.
 """
 
 import json
@@ -28,11 +26,11 @@ from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
 
 @dataclass
 class SyncStatistics:
-    """Size and duration of one weight sync as the sender saw it.
+    """Size and duration of one weight sync at the sender.
 
     Attributes:
-        bytes: sent. stock_bytes: what the same tensors weigh on verl's own wire.
-        seconds: from the first tensor asked for to the last one taken, transfer included.
+        bytes: bytes sent. stock_bytes: bytes of the same tensors on verl's own wire.
+        seconds: from the first tensor to the last, transfer included.
     """
 
     bytes: int = 0
@@ -52,22 +50,20 @@ def quantize_stream(
     Args:
         weights: (Hugging Face name or stack of them, full tensor) of any floating type.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`.
-        scale_rule: rule of the qdata.
-        format_name: of the qdata, see :func:`jetrl_verl.formats.get`; ``UNQUANTIZED`` where the plans quantize nothing.
-        fixed_scales: of weights, by name, where the format keeps scales: those that are in it are used, others are
-            made and put in. 0 stands for a row that had nothing but zeros so far; its scale is made once it has others.
-            None: all are made.
+        scale_rule: rule of the scales.
+        format_name: see :func:`jetrl_verl.formats.get`; ``UNQUANTIZED`` if the plans quantize nothing.
+        fixed_scales: scales to reuse, by weight name; missing ones are computed and added. 0 marks a row that was all
+            zeros so far and gets a scale later. None: scales are always computed.
 
     Yields:
-        What the format sends of a planned weight: ``<name>`` qdata [N, K], of experts [E, N, K], then
-        ``<name>_scale_inv`` FP32; else ``<name>`` BF16. A stack stays one, unless scales are fixed, which are kept by
-        name, or its weights are not planned alike.
+        Planned weights: ``<name>`` qdata ``[N, K]`` (experts ``[E, N, K]``), then ``<name>_scale_inv`` FP32. Others:
+        ``<name>`` BF16. A stack is split only if scales are fixed or its weights are planned differently.
     """
     number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        planned = {quantized_by(plans, each) for each in names_of(name)}
+        planned = {quantized_by(plans, one) for one in names_of(name)}
         items = [(name, tensor)]
         if len(planned) > 1 or (planned == {True} and fixed_scales is not None):
             items = list(parts_of(name, tensor))
@@ -99,20 +95,19 @@ def _with_kept_scales(
     rule: str,
     kept: dict[str, torch.Tensor],
 ) -> QuantizedTensor:
-    """``weight`` under the scales that ``kept`` has of it; rows that it has none of get their own, and keep them."""
-    made = torch.where(fresh.qdata.any(dim=-1, keepdim=True), fresh.scales, 0.0)
-    scales = kept.get(name, made)
-    kept[name] = scales = torch.where(scales == 0, made, scales)
+    """``weight`` quantized with its ``kept`` scales; rows without one get their own, which is kept."""
+    own = torch.where(fresh.qdata.any(dim=-1, keepdim=True), fresh.scales, 0.0)
+    scales = kept.get(name, own)
+    kept[name] = scales = torch.where(scales == 0, own, scales)
     return number_format.quantize_weight(weight, rule, torch.where(scales == 0, fresh.scales, scales))
 
 
 def with_completed(
     stream: Iterable[tuple[Name, torch.Tensor]],
 ) -> Iterator[tuple[Name, torch.Tensor, tuple[Name, torch.Tensor | QuantizedTensor] | None]]:
-    """Read what :func:`quantize_stream` sends: each (name, tensor) and what is complete with it.
+    """Pass the stream of :func:`quantize_stream` through as (name, tensor, completed).
 
-    Complete with its scales is a quantized weight, under the weight's own name; with qdata nothing is yet, None; any
-    other tensor is complete by itself.
+    ``completed`` is None for qdata, (weight name, quantized weight) for its scales, (name, tensor) for others.
     """
     weight, scales_name, qdata = "", "", None
     for name, tensor in stream:
@@ -130,43 +125,41 @@ def with_completed(
 
 _PACK = "jetrl.packed/"
 _SMALL = 2**18
-"""Bytes up to which a tensor is packed: scales, norms, biases and sums of every model; no weight worth mentioning."""
+"""Tensors up to this many bytes are packed: scales, norms, biases and sums."""
 _PACK_BYTES = 2**19
-"""Bytes from which a pack leaves. It stays below 1 MiB, verl's smallest bucket: without CUDA IPC what does not fit a
-bucket cannot be sent."""
+"""A pack is sent once it has this many bytes; below 1 MiB, verl's smallest bucket, which must hold a piece."""
 _STACK_BYTES = 192 * 2**20
-"""Most bytes of stacked weights in a piece, where one alone has not more: less than the embedding of a 7B model, which
-is one piece, so that a bucket made for that one holds every piece."""
+"""Most bytes of stacked weights in a piece, unless one weight has more: less than the embedding of a 7B model, which is
+one piece anyway."""
 _ALIGNED = 16
-"""Bytes on whose multiples each tensor of a pack begins that can, and each piece: a receiver copies in words of 8."""
+"""Alignment in bytes of pieces, and of the tensors of a pack that allow it; a receiver copies words of 8."""
 
 
 def packed(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Put tensors of a stream together: for each that it sends verl makes a view, a copy and an entry of a message, and
-    its receiver the same again.
+    """Combine tensors into pieces, since verl spends a view, a copy and a message entry on each, on both sides.
 
     Yields:
-        A large tensor unchanged, or, of a stack, uint8 ``[bytes]`` under a name that says what is in it, in more pieces
-        if it is larger than a piece may be; small ones, under such a name, too, in packs of at most 768 KiB.
+        Large tensors unchanged; stacks as uint8 ``[bytes]`` under a name that lists the contents, in several pieces if
+        they are too large; small tensors in such packs of at most 768 KiB.
     """
     small: list[tuple[Name, torch.Tensor]] = []
-    held = 0
+    size = 0
     for name, tensor in stream:
         if tensor.nbytes > _SMALL:
             yield from _large(name, tensor)
             continue
         small.append((name, tensor))
-        held += tensor.nbytes
-        if held >= _PACK_BYTES:
+        size += tensor.nbytes
+        if size >= _PACK_BYTES:
             yield _pack(small)
-            small, held = [], 0
+            small, size = [], 0
     if small:
         yield _pack(small)
 
 
 def _large(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(name, str):
-        # A manifest may have any length, and the piece behind it begins where it ends.
+        # A manifest may have any length, and the next piece begins where it ends.
         yield (name, tensor) if tensor.nbytes % _ALIGNED == 0 else _pack([(name, tensor)])
     elif tensor.nbytes <= _STACK_BYTES:
         yield _named([(name, tensor)]), tensor.view(torch.uint8).view(-1)
@@ -194,7 +187,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(tensors: list[tuple[Name, torch.Tensor]]) -> str:
-    """Name of a piece that has these tensors in it."""
+    """Name of a piece with these tensors."""
     index = []
     for name, tensor in tensors:
         rows = None if isinstance(name, str) else name.rows
@@ -204,10 +197,10 @@ def _named(tensors: list[tuple[Name, torch.Tensor]]) -> str:
 
 
 def _pack(tensors: list[tuple[Name, torch.Tensor]]) -> tuple[str, torch.Tensor]:
-    # Whole multiples of the alignment first, then wide elements, so that each lies where its type may lie.
+    # Multiples of the alignment first, then by element size, so that each tensor is aligned for its dtype.
     tensors.sort(key=lambda item: (item[1].nbytes % _ALIGNED != 0, -item[1].element_size()))
     used = sum(tensor.nbytes for _, tensor in tensors)
-    # The piece behind it begins where this one ends.
+    # The next piece begins where this one ends.
     device = _device_of(tensors)
     whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
     torch.cat([_bytes(tensor.to(device)) for _, tensor in tensors], out=whole[:used])
@@ -215,7 +208,7 @@ def _pack(tensors: list[tuple[Name, torch.Tensor]]) -> tuple[str, torch.Tensor]:
 
 
 def _device_of(tensors: list[tuple[Name, torch.Tensor]]) -> torch.device:
-    # The manifest is made on the host; one tensor of a GPU decides.
+    # The manifest is made on the host; a tensor on a GPU takes precedence.
     return next((tensor.device for _, tensor in tensors if tensor.device.type != "cpu"), tensors[0][1].device)
 
 
@@ -225,7 +218,7 @@ def is_packed(name: str) -> bool:
 
 
 class Entry(NamedTuple):
-    """One tensor of a piece: its name, type and shape, and where it lies, in bytes."""
+    """One tensor of a piece; ``start`` and ``stop`` are bytes."""
 
     name: Name
     dtype: torch.dtype
@@ -236,7 +229,7 @@ class Entry(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def entries_of(name: str) -> tuple[Entry, ...]:
-    """What is in a piece of :func:`packed`; the same objects for the same name, as in every sync of a model."""
+    """Contents of a piece of :func:`packed`; the same objects for the same name, at every sync."""
     entries, start = [], 0
     for names, rows, dtype_name, shape in json.loads(name.removeprefix(_PACK)):
         dtype = getattr(torch, dtype_name)
@@ -248,10 +241,10 @@ def entries_of(name: str) -> tuple[Entry, ...]:
 
 
 def unpacked(name: str, whole: torch.Tensor) -> Iterator[tuple[Name, torch.Tensor]]:
-    """(name, view) of what :func:`packed` put into a piece, stacks as they were sent; of what it let pass, itself.
+    """(name, view) of the tensors in a piece of :func:`packed`, stacks as sent; other tensors unchanged.
 
     Args:
-        name: of the piece. whole: where it is packed uint8, from where 8-byte elements may lie.
+        name: of the piece. whole: uint8 if packed, aligned for 8-byte elements.
     """
     if not is_packed(name):
         yield name, whole

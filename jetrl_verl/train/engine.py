@@ -1,17 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's FSDP engine in the FP8 flow.
+"""verl's FSDP engine in the FP8 flow; an engine without our config behaves as verl's.
 
-verl looks engines up by (device, vendor) before device alone, so registering for NVIDIA replaces its FSDP engine
-by these classes without a fork. That happens when a precision's engine config is first built in a process
-(targets/configs.py), never without the flag; an engine whose config is not ours (a BF16 reference policy beside an
-FP8 actor) behaves as verl's.
-
-Three things differ from verl's engine: after the model is built and before FSDP wraps it, ``nn.Linear`` becomes
-``JetLinear`` in place, parameters untouched, so checkpoints, resume, the model merger and the optimizer see no
-difference; the weight sync carries qdata, scales and the contract; logits of vocabulary entries without a token are
-masked as verl masks them in the rollout. Under ``jetrl.operations=shared`` the actor also runs the shared operations
-(train/shared_operations.py), and trainer and rollout compute log-probabilities with one function.
+Registered for (device, vendor), which verl looks up before device alone, when a precision's engine config is first
+built in a process (targets/configs.py). Before FSDP wraps the model, linear layers become ``JetLinear`` in place and
+the actor may run the shared operations; the weight sync carries qdata, scales and the contract; logits of vocabulary
+entries without a token are masked.
 """
 
 import logging
@@ -57,60 +51,58 @@ logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
 
 _NUMBERS = "jetrl_numbers"
-"""Among the arguments of verl's own: names of what ``lm_head`` returns of each token, where that is not logits."""
+"""Key among verl's output arguments: names of the per-token values that ``lm_head`` returns instead of logits."""
 
 _UNKEPT_SCALES = (
-    "jetrl: the checkpoint %s keeps no scales of weights (its run had no jetrl.int8_scales=first, or an older version)"
-    "; this run makes them at its own first weight sync and keeps those"
+    "jetrl: the checkpoint %s has no scales of weights (its run had no jetrl.int8_scales=first, or an older version); "
+    "this run computes them at its first weight sync and keeps those"
 )
 
 _FREES_EACH_PASS = (
-    "jetrl: jetrl.gathered=batch has no effect on the %s, whose FSDP1 frees weights behind each pass; set %s.strategy="
-    "fsdp2"
+    "jetrl: jetrl.gathered=batch has no effect on the %s, whose FSDP1 reshards after every forward and backward. "
+    "Set %s.strategy=fsdp2."
 )
 
 
 def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
-    """Take all probability from the vocabulary entries from ``used`` on, as the rollout does with minus infinity.
-
-    A padded vocabulary otherwise takes probability in the trainer that it cannot take in the rollout.
+    """Mask vocabulary entries from ``used`` on, as the rollout does, so that padding gets no probability.
 
     Args:
-        model: a decoder whose output embedding yields logits ``[..., V]``; from now on it overwrites them in place.
+        model: a decoder whose output embedding yields logits ``[..., V]``, overwritten in place from now on.
         used: entries with a token, ``len(tokenizer)``.
     """
     head = model.get_output_embeddings()
-    if hasattr(head, "used_vocabulary"):  # the shared operation, which may have no logits to overwrite
+    if hasattr(head, "used_vocabulary"):  # the shared operation, which may not materialize logits
         head.used_vocabulary = used
     else:
         head.register_forward_hook(lambda module, inputs, logits: mask_unused(logits, used))
 
 
 class _JetEngine(ShadowForwards):
-    """Behaviour shared by policy and value engines; mixed in front of verl's class."""
+    """Mixin of verl's policy and value engines."""
 
     _jetrl_metrics: QuantizationMetrics | None = None
     _jetrl_kept_scales: dict[str, torch.Tensor] | None = None
-    """Under ``jetrl.int8_scales=first`` those of the run's first sync, the same on every rank; nothing before it."""
+    """Under ``jetrl.int8_scales=first`` the scales of the run's first sync, the same on every rank."""
 
     _jetrl_flat: FlatGather | None = None
-    """Under FSDP1: made of the wrapped module, at the first sync."""
+    """Under FSDP1, made at the first sync from the wrapped module."""
 
     def _build_module(self) -> torch.nn.Module:
         module = super()._build_module()
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig):
             return module
-        # What the driver could read of the model it has checked; a remote model is seen here first.
+        # The driver has checked a model that it can read; a remote one is read here first.
         with explained(self.model_config.path, config.jetrl.precision):
-            self._run_in_our_precision(module, config)
+            self._convert(module, config)
         return module
 
-    def _run_in_our_precision(self, module: torch.nn.Module, config: JetFSDPEngineConfig) -> None:
+    def _convert(self, module: torch.nn.Module, config: JetFSDPEngineConfig) -> None:
         options = config.jetrl
         self._jetrl_sync = SyncStatistics()
         if options.gathered == "batch" and config.strategy != "fsdp2" and self.rank == 0:
-            # A critic alone: verl's default for it is FSDP1 also where a job has none, so the driver says nothing.
+            # The critic alone: verl's default for it is FSDP1, also in jobs without one, so the driver cannot warn.
             logger.warning(_FREES_EACH_PASS, config.jetrl_role, config.jetrl_role)
         if config.jetrl_role == "actor":
             fold_missing(module, options.invariant_scaling)
@@ -126,7 +118,7 @@ class _JetEngine(ShadowForwards):
             )
         if config.jetrl_role == "actor":
             self._jetrl_routing = stated_routing(module)
-            # vLLM, too, reads from this configuration that the head is the embedding.
+            # vLLM reads from the same field whether the head is the embedding.
             tied = bool(self.model_config.hf_config.tie_word_embeddings)
             self._jetrl_gather = Gather(partial(quantized_by, self._jetrl_plans), tied)
         if config.quantized_linears:
@@ -143,14 +135,14 @@ class _JetEngine(ShadowForwards):
                 )
         if config.shared_operations:
             counts = share_operations(module, options.kv_cache)
-            self._jetrl_head = module.get_output_embeddings()  # as it is inside of FSDP
+            self._jetrl_head = module.get_output_embeddings()  # the module inside FSDP
             if self.rank == 0:
                 logger.info("jetrl: shared operations in the actor: %s", counts)
         if config.jetrl_role == "actor" and options.metrics:
             hooks.install_in_actor()
             traits = formats.traits_of(options.rollout)
             measured = traits is not None and traits.measured
-            # A rollout in BF16 has no quantized layer, and its cache may be quantized all the same.
+            # The cache of a BF16 rollout may be quantized, too.
             if measured or (config.shared_operations and formats.cache_traits(options.kv_cache).quantized):
                 number_format = formats.get(options.rollout) if measured else None
                 self._jetrl_metrics = QuantizationMetrics(module, self._jetrl_plans, options.scale_rule, number_format)
@@ -158,37 +150,37 @@ class _JetEngine(ShadowForwards):
         output = module.get_output_embeddings() if config.jetrl_role != "critic" else None
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
             if self.model_config.use_fused_kernels:
-                # The driver refuses this for a folder that it can read (config/environment.py).
+                # The driver refuses this for a model that it can read (config/environment.py).
                 words = {"entries": output.weight.shape[0] - tokens, "path": self.model_config.path}
                 refuse("fused_kernels_of_a_padded_vocabulary", key=f"{MODEL}.use_fused_kernels", **words)
             mask_unused_vocabulary(module, tokens)
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """verl's pass over the micro-batches; no qdata outlive it, nor do weights that were gathered for it."""
+        """verl's pass over the micro-batches; frees cached qdata, and weights gathered for the batch, on exit."""
         try:
             with self._gathered():
                 return super().forward_backward_batch(*args, **kwargs)
         finally:
-            # FSDP1 reshards without touching the modules' attributes, so qdata would stay while the rollout runs.
+            # FSDP1 reshards without assigning attributes, so qdata would stay while the rollout runs.
             for module in self.module.modules():
                 if isinstance(module, JetLinear | JetExperts):
                     module.drop_qdata()
 
     def _gathered(self) -> AbstractContextManager[None]:
         config = self.engine_config
-        asked = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == "batch"
-        if asked and config.strategy == "fsdp2":
+        once = isinstance(config, JetFSDPEngineConfig) and config.jetrl.gathered == "batch"
+        if once and config.strategy == "fsdp2":
             return gathered_once(self.module, config.reshard_after_forward)
         return nullcontext()
 
     def get_per_tensor_param(self, **kwargs: Any):
-        """Stream of the weight sync, see sync/wire.py; verl's own unless this is the actor under our config."""
+        """Stream of the weight sync (sync/wire.py); verl's own unless this is the actor under our config."""
         config = self.engine_config
         if not isinstance(config, JetFSDPEngineConfig) or config.jetrl_role != "actor":
             return super().get_per_tensor_param(**kwargs)
         self._jetrl_sync = SyncStatistics()
         device = torch.device(get_device_name())
-        # verl's own stream without adapters, which are not supported with this engine.
+        # As verl's own stream, without adapters, which are not supported.
         if fsdp_version(self.module) == 2:
             params = convert_weight_keys(self.module.state_dict(keep_vars=True), self.module)
             gather = self._jetrl_gather
@@ -221,7 +213,7 @@ class _JetEngine(ShadowForwards):
         return self._jetrl_flat
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's, after the files' checksums have been read (checkpoint/validation.py)."""
+        """verl's, after the files have been validated (checkpoint/validation.py)."""
         if isinstance(self.engine_config, JetFSDPEngineConfig):
             resume.check_checkpoint(local_path, self.rank, torch.distributed.get_world_size())
             check_resumed(local_path, folded_in(self.module.config))
@@ -236,7 +228,7 @@ class _JetEngine(ShadowForwards):
         self._jetrl_kept_scales = {name: scales.to(get_device_id()) for name, scales in (saved or {}).items()}
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """verl's, unless a weight is not a number; a failed write names the space left on its disk."""
+        """verl's; refuses NaN and Inf, and names the space left on the disk if a write fails."""
         if not isinstance(self.engine_config, JetFSDPEngineConfig):
             return super().save_checkpoint(local_path, *args, **kwargs)
         refuse_to_save_non_finite(self.module)
@@ -247,11 +239,11 @@ class _JetEngine(ShadowForwards):
                 torch.save(self._jetrl_kept_scales, Path(local_path) / resume.KEPT_SCALES)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """verl's step; adds what was measured in it, and size and duration of the last weight sync."""
-        found: dict[str, list[float]] = {}
-        with self._jetrl_metrics.measuring(found) if self._jetrl_metrics is not None else nullcontext():
+        """verl's step, with the quantization metrics and the last weight sync's size and duration."""
+        measured: dict[str, list[float]] = {}
+        with self._jetrl_metrics.measuring(measured) if self._jetrl_metrics is not None else nullcontext():
             outputs = super().train_batch(data, loss_function)
-        outputs["metrics"].update(found)
+        outputs["metrics"].update(measured)
         if isinstance(self.engine_config, JetFSDPEngineConfig) and self._jetrl_sync.bytes:
             sync = self._jetrl_sync
             outputs["metrics"]["jetrl/sync_megabytes"] = [sync.bytes / 2**20]
@@ -265,7 +257,7 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
     """Policy (actor or reference) under FSDP1 or FSDP2."""
 
     def prepare_model_inputs(self, micro_batch: Any) -> tuple[dict, dict]:
-        """verl's; with shared operations ``lm_head`` is asked for numbers of each token in the place of logits."""
+        """verl's; with shared operations ``lm_head`` returns per-token values instead of logits."""
         inputs, output_args = super().prepare_model_inputs(micro_batch)
         config = self.engine_config
         if isinstance(config, JetFSDPEngineConfig) and config.shared_operations:
@@ -275,51 +267,47 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
         return inputs, output_args
 
     def _token_numbers(self, output_args: dict, micro_batch: Any) -> tuple[list[str], TokenNumbers]:
-        """Of each token the log-probability of the one that follows it and what verl asks for besides, with names.
-
-        Padding at the end of a packed micro-batch, and a slice of its tokens under Ulysses, are what verl made of them.
-        """
+        """Names and computation of the per-token values: log-probability of the next token, and what verl asks for."""
         asked = partial(tensordict_utils.get_non_tensor_data, micro_batch)
         following, rows = output_args["input_ids_rmpad_rolled"], None
         entropy = verl_functional.entropy_from_logits
         if asked("use_remove_padding", True):
             temperature = output_args["temperature_rmpad"]
-            entropy = self.compute_entropy_from_logits  # compiled where asked to, for packed batches alone
+            entropy = self.compute_entropy_from_logits  # compiled if configured, for packed batches alone
         else:
             lengths = micro_batch["input_ids"].offsets().diff()
             rows = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
             temperature = output_args["temperature"].repeat_interleave(lengths)
-        # Not copied where verl knows that all temperatures are 1.
+        # verl knows whether all temperatures are 1; then logits are not copied.
         unscaled = output_args.get("temperature_is_one", False)
         others = {"entropy": entropy, "sum_pi_squared": verl_functional.calculate_sum_pi_squared_from_logits}
         others = {name: function for name, function in others.items() if asked(f"calculate_{name}", False)}
 
         def compute(logits: torch.Tensor, piece: slice) -> list[torch.Tensor]:
-            found = [kernels.log_probs(logits, following[piece, None], temperature[piece]).squeeze(1)]
+            values = [kernels.log_probs(logits, following[piece, None], temperature[piece]).squeeze(1)]
             if others:
                 scaled = logits if unscaled else logits / temperature[piece, None]
-                found += [function(scaled) for function in others.values()]
-            return found
+                values += [function(scaled) for function in others.values()]
+            return values
 
-        # With an entropy autograd saves several tensors of the size of the logits: then none are kept.
+        # With an entropy autograd saves several tensors of the size of the logits, so no logits are kept.
         return ["log_probs", *others], TokenNumbers(rows, compute, 0 if others else KEPT_BYTES)
 
     def prepare_model_outputs(self, output: Any, output_args: dict, micro_batch: Any, logits_processor_func: Any):
-        """Log-probabilities, and the entropy where asked for, of a micro-batch's tokens; verl's own unless shared.
+        """The per-token values of a micro-batch; verl's own unless operations are shared.
 
         Returns:
-            ``log_probs``, ``entropy`` and ``sum_pi_squared``, each a jagged ``[sequences, tokens]`` FP32, the entry of
-            a token being about the one that follows it.
+            ``log_probs``, ``entropy`` and ``sum_pi_squared`` if asked for, each jagged ``[sequences, tokens]`` FP32;
+            the entry of a token describes the next one.
         """
         if _NUMBERS not in output_args:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        found = dict(zip(output_args[_NUMBERS], output.logits, strict=True))
+        values = dict(zip(output_args[_NUMBERS], output.logits, strict=True))
         if tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True):
-            found = {
-                name: self._gather_and_unpad_packed(values, output_args["pad_size"]) for name, values in found.items()
-            }
+            pad = output_args["pad_size"]
+            values = {name: self._gather_and_unpad_packed(value, pad) for name, value in values.items()}
         offsets = micro_batch["input_ids"].offsets()
-        return {name: torch.nested.nested_tensor_from_jagged(values, offsets) for name, values in found.items()}
+        return {name: torch.nested.nested_tensor_from_jagged(value, offsets) for name, value in values.items()}
 
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")

@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Whole BF16 weights from FSDP1's shards, with the stacks of gather.py.
+"""Whole BF16 weights from FSDP1's shards, as the stacks of gather.py.
 
-FSDP1 flattens the parameters of a decoder layer into one vector, of which each rank has an equal part. Its state dict,
-which verl sends from, gathers that vector in FP32, cuts every parameter out of it, shards each one by its rows, and
-verl then gathers them one by one, again in FP32. Here the ranks' parts are cast to BF16 and gathered once, those of
-several layers by one collective, and copied to where they belong. Shards that verl has moved to the host are read
-there.
+FSDP1 flattens a layer's parameters into one vector, of which each rank has an equal part. verl gathers it in FP32, cuts
+out parameters, shards them by rows and gathers each again. Here parts are cast to BF16 and gathered once, several
+layers by one collective. Shards that verl has offloaded are read on the host.
 """
 
 from collections.abc import Callable, Hashable, Iterator
@@ -27,8 +25,8 @@ class _Unit(NamedTuple):
     """The parameters that FSDP1 has flattened into one vector.
 
     Attributes:
-        handle: FSDP's. names, shapes, starts: of each parameter and where it begins in the vector.
-        part: elements of the vector that each rank has, padding included.
+        handle: FSDP's handle. names, shapes, starts: of each parameter; ``starts`` are offsets in the vector.
+        part: elements of the vector on each rank, padding included.
     """
 
     handle: Any
@@ -39,12 +37,12 @@ class _Unit(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What is gathered together.
+    """Units that are gathered together.
 
     Attributes:
-        units: whose vectors. tensors: what is made of them.
-        sizes: into which the gathered parts are split, rank after rank. taken: of these, what is copied, by tensor.
-        lengths: into which each tensor is split to be copied to.
+        units: the vectors. tensors: the results.
+        sizes: split of the gathered parts, rank by rank. taken: indices of the pieces of each tensor.
+        lengths: split of each tensor into its pieces.
     """
 
     units: tuple[_Unit, ...]
@@ -55,15 +53,15 @@ class _Span(NamedTuple):
 
 
 class FlatGather:
-    """Gathers a model under FSDP1, sync after sync.
+    """Gathers a model under FSDP1 at every sync.
 
     Args:
-        module: the root. FSDP makes its vectors when it wraps a model and keeps them.
-        alike, tied: as of :class:`~jetrl_verl.train.gather.Gather`, and so is the attribute ``tied``.
+        module: the root module, whose vectors FSDP keeps.
+        alike, tied: as in :class:`~jetrl_verl.train.gather.Gather`, like the attribute ``tied``.
         sent_as: name in the module -> name in the stream.
 
     Raises:
-        ValueError: FSDP has parameters that it does not keep as they are.
+        ValueError: FSDP stores parameters in a form of their own.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class FlatGather:
         self.tied: dict[str, str] = self._second if tied else {}
         group: list[_Unit] = []
         for unit in units:
-            if group and not _goes_on(group, unit):
+            if group and not _joins(group, unit):
                 self._spans.append(_span(group, alike))
                 group = []
             group.append(unit)
@@ -143,11 +141,11 @@ class FlatGather:
         return self._sent_as(clean_tensor_name(".".join(part for part in parts if part)))
 
 
-def _goes_on(group: list[_Unit], unit: _Unit) -> bool:
-    """Whether a decoder layer is gathered with those in front of it."""
-    if any(place(name) is None for each in (group[-1], unit) for name in each.names):
+def _joins(group: list[_Unit], unit: _Unit) -> bool:
+    """Whether a decoder layer is gathered together with ``group``."""
+    if any(place(name) is None for member in (group[-1], unit) for name in member.names):
         return False
-    size = torch.bfloat16.itemsize * sum(each.part * _ranks(each) for each in (*group, unit))
+    size = torch.bfloat16.itemsize * sum(member.part * _ranks(member) for member in (*group, unit))
     return _group_of(unit) == _group_of(group[-1]) and size <= TOGETHER_BYTES
 
 
@@ -163,21 +161,21 @@ def _span(units: list[_Unit], alike: Callable[[str], Hashable]) -> _Span:
     ranks, of_a_rank = _ranks(units[0]), sum(unit.part for unit in units)
     names = [name for unit in units for name in unit.names]
     shapes = [shape for unit in units for shape in unit.shapes]
-    # (where it begins in the gathered parts, its length) of the pieces of each parameter.
+    # (offset in the gathered parts, length) of the pieces of each parameter.
     pieces: list[list[tuple[int, int]]] = []
     before = 0
     for unit in units:
         for shape, start in zip(unit.shapes, unit.starts, strict=True):
-            stop, found = start + torch.Size(shape).numel(), []
+            stop, spans = start + torch.Size(shape).numel(), []
             while start < stop:
                 rank, at = divmod(start, unit.part)
                 length = min(stop - start, unit.part - at)
-                found.append((rank * of_a_rank + before + at, length))
+                spans.append((rank * of_a_rank + before + at, length))
                 start += length
-            pieces.append(found)
+            pieces.append(spans)
         before += unit.part
     sizes, index, end = [], {}, 0
-    for start, length in sorted(piece for found in pieces for piece in found):
+    for start, length in sorted(piece for spans in pieces for piece in spans):
         if start > end:
             sizes.append(start - end)
         index[start] = len(sizes)
@@ -186,15 +184,15 @@ def _span(units: list[_Unit], alike: Callable[[str], Hashable]) -> _Span:
     sizes.append(ranks * of_a_rank - end)
     tensors = tensors_of(names, shapes, alike)
     of_tensors = [[piece for i in tensor.members for piece in pieces[i]] for tensor in tensors]
-    taken = tuple(tuple(index[start] for start, _ in found) for found in of_tensors)
-    lengths = tuple(tuple(length for _, length in found) for found in of_tensors)
+    taken = tuple(tuple(index[start] for start, _ in spans) for spans in of_tensors)
+    lengths = tuple(tuple(length for _, length in spans) for spans in of_tensors)
     return _Span(tuple(units), tensors, tuple(sizes), taken, lengths)
 
 
 @torch.no_grad()
 def _whole(span: _Span, device: torch.device) -> list[tuple[Name, torch.Tensor]]:
     ranks, parts = _ranks(span.units[0]), [unit.part for unit in span.units]
-    # Outside of a forward and a backward a flat parameter is this rank's part, in the optimizer's precision.
+    # Outside of forward and backward a flat parameter is this rank's part, in the optimizer's precision.
     mine = [unit.handle.flat_param.detach().to(device, non_blocking=True) for unit in span.units]
     gathered = torch.empty(ranks * sum(parts), dtype=torch.bfloat16, device=device)
     given = gathered if ranks == 1 else torch.empty(sum(parts), dtype=torch.bfloat16, device=device)
@@ -205,6 +203,6 @@ def _whole(span: _Span, device: torch.device) -> list[tuple[Name, torch.Tensor]]
         dist.all_gather_into_tensor(gathered.view(torch.uint8), given.view(torch.uint8), group=group)
     whole = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=device) for tensor in span.tensors]
     pieces = gathered.split(span.sizes)
-    targets = [part for each, lengths in zip(whole, span.lengths, strict=True) for part in each.view(-1).split(lengths)]
+    targets = [part for one, lengths in zip(whole, span.lengths, strict=True) for part in one.view(-1).split(lengths)]
     torch._foreach_copy_(targets, [pieces[i] for taken in span.taken for i in taken])
-    return [(tensor.name, each) for tensor, each in zip(span.tensors, whole, strict=True)]
+    return [(tensor.name, one) for tensor, one in zip(span.tensors, whole, strict=True)]

@@ -2,14 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole BF16 weights from FSDP2's shards, several decoder layers at a time.
 
-verl gathers one parameter after another, in FP32 (``DTensor.full_tensor``). What a weight sync sends is BF16 or made of
-BF16 values, and a cast commutes with a gather, so here shards are cast first: some layers are one collective of half
-the bytes. On the host that is one call for their casts and one for their gather, where DTensor costs some 60 us of
-Python for each parameter.
-
-What of these layers is equally wide and goes the same way, q, k, v, gate and up, or all of o, comes as one tensor, a
-stack (sync/stacks.py), and so do their vectors. Which stacks there are is found once and kept from sync to sync; no
-memory of a GPU is.
+verl gathers parameters one by one in FP32 (``DTensor.full_tensor``, some 60 us of Python each). A cast commutes with a
+gather, so here shards are cast first and several layers are one collective of half the bytes. Matrices of equal width
+that are sent alike come as one tensor, a stack (sync/stacks.py), and so do vectors; the plan is kept from sync to sync.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,12 +20,11 @@ from jetrl_verl.sync.stacks import Name, Stack
 from jetrl_verl.sync.wire import SyncStatistics
 
 TOGETHER_BYTES = 768 * 2**20
-"""Most bytes of BF16 that are gathered together, where a decoder layer alone has not more: three layers of a 4B model,
-two of an 8B one, less than the embedding of a 4B one, which is gathered at once, too."""
+"""Most bytes of BF16 gathered together, unless one decoder layer has more: three layers at 4B, two at 8B."""
 
 
 class _Form(NamedTuple):
-    """What a plan depends on of a parameter."""
+    """The facts about a parameter that a plan depends on."""
 
     name: str
     shape: torch.Size
@@ -39,7 +33,7 @@ class _Form(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """One weight or several below each other, and which parameters of the span they are."""
+    """A weight or a stack; ``members`` are indices of parameters in the span."""
 
     name: Name
     shape: tuple[int, ...]
@@ -47,11 +41,11 @@ class Gathered(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """What is gathered together.
+    """Parameters that are gathered together.
 
     Attributes:
-        names: of parameters. mesh: whose ranks each have some of their rows; None: another form, sent as verl does.
-        rows: of each parameter. tensors: what is made of them.
+        names: of the parameters. mesh: device mesh whose ranks have their rows; None: sent as verl does.
+        rows: of each parameter. tensors: the results.
     """
 
     names: tuple[str, ...]
@@ -61,11 +55,11 @@ class _Span(NamedTuple):
 
 
 class Gather:
-    """Gathers state dicts of one model, sync after sync.
+    """Gathers state dicts of one model at every sync.
 
     Args:
-        alike: name of a weight -> what it has to share with those that it may be stacked with, beside its width.
-        tied: whether a parameter under two names is sent under its first alone.
+        alike: name of a weight -> key that stacked weights must share, in addition to their width.
+        tied: whether a parameter with two names is sent under the first one only.
     """
 
     def __init__(self, alike: Callable[[str], Hashable] = lambda name: None, tied: bool = False) -> None:
@@ -74,21 +68,21 @@ class Gather:
         self._spans: list[_Span] = []
         self._stock_bytes = 0
         self.tied: dict[str, str] = {}
-        """Name that was left out of the last stream -> the name under which its tensor was sent."""
+        """Name left out of the last stream -> name under which its tensor was sent."""
 
     def stream(
         self, params: Mapping[str, torch.Tensor], device: torch.device, statistics: SyncStatistics
     ) -> Iterator[tuple[Name, torch.Tensor]]:
-        """(name or stack, whole tensor on ``device``) of a state dict, spans of layers in its order.
+        """(name or stack, whole tensor on ``device``) of a state dict, in its order.
 
-        Floating-point parameters, sharded along their first dimension, with or without replicas, come in BF16; all else
-        comes as verl sends it. Every rank has to read the stream to its end: it runs collectives.
+        Floating-point parameters sharded along their first dimension come in BF16, all else as verl sends it. It runs
+        collectives, so every rank reads the stream to its end.
 
         Args:
             params: name -> parameter or buffer. statistics: gets the bytes of verl's own stream.
         """
-        # By form, with no reference to a parameter: FSDP may exchange one, whose memory is not ours to keep, and moving
-        # a model to the host swaps tensors, which a weak reference forbids.
+        # Forms without references: FSDP may replace a parameter, and offloading swaps tensors, which a weak reference
+        # forbids.
         forms = [_Form(name, tensor.shape, tensor.dtype, _mesh(tensor)) for name, tensor in params.items()]
         tied = second_names(params) if self._drops_tied else {}
         if forms != self._forms or tied != self.tied:
@@ -108,7 +102,7 @@ class Gather:
                     yield name, tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
                 continue
             whole = _whole(span, [params[name] for name in span.names], device)
-            # Popped, so that this frame keeps nothing of what its reader is through with.
+            # Popped, so that this frame keeps no tensor that the reader has released.
             while whole:
                 yield whole.pop(0)
 
@@ -119,27 +113,26 @@ class Gather:
         for name in params:
             if name in self.tied:
                 continue
-            if names and not self._goes_on(names, name, params):
+            if names and not self._joins(names, name, params):
                 self._close(names, params)
                 names = []
             names.append(name)
         if names:
             self._close(names, params)
 
-    def _goes_on(self, names: list[str], name: str, params: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a parameter is gathered together with those in front of it."""
+    def _joins(self, names: list[str], name: str, params: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a parameter is gathered together with ``names``."""
         mesh, before, layer = _mesh(params[name]), _layer(names[-1]), _layer(name)
         if mesh is None or mesh != _mesh(params[names[-1]]) or None in (before, layer):
             return False
         if layer == before:
             return True
-        # At a layer's end, where one more like the last one still fits.
-        sizes = [(_layer(each), params[each].numel() * torch.bfloat16.itemsize) for each in names]
+        # A new layer joins if one more of the last layer's size still fits.
+        sizes = [(_layer(member), params[member].numel() * torch.bfloat16.itemsize) for member in names]
         return sum(size for _, size in sizes) + sum(size for at, size in sizes if at == before) <= TOGETHER_BYTES
 
     def _close(self, names: list[str], params: Mapping[str, torch.Tensor]) -> None:
-        found, mesh = [params[name] for name in names], _mesh(params[names[0]])
-        shapes = [tuple(tensor.shape) for tensor in found]
+        mesh, shapes = _mesh(params[names[0]]), [tuple(params[name].shape) for name in names]
         rows = tuple(shape[0] if shape else 1 for shape in shapes)
         self._spans.append(_Span(tuple(names), mesh, rows, tensors_of(names, shapes, self._alike)))
 
@@ -147,11 +140,11 @@ class Gather:
 def tensors_of(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], alike: Callable[[str], Hashable]
 ) -> tuple[Gathered, ...]:
-    """What is made of parameters that are gathered together: a stack of those that are equally wide and ``alike``."""
+    """Results of a span: stacks of matrices that are equally wide and ``alike``, a stack of vectors, the rest."""
     groups: dict[Hashable, list[int]] = {}
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        # Vectors have a tensor of their own: norms are kept until the end of a sync and would keep a matrix. Experts
-        # are as many rows as a stack has.
+        # Vectors are apart: norms are referenced until the end of a sync and would keep matrices alive. A layer's
+        # experts are one tensor already.
         key = {1: (), 2: (shape[-1:], alike(name))}.get(len(shape), name)
         groups.setdefault(key, []).append(i)
     tensors = []
@@ -164,23 +157,23 @@ def tensors_of(
 
 
 def second_names(params: Mapping[str, object]) -> dict[str, str]:
-    """Name of a parameter that was there before -> the first one."""
+    """Second name of a parameter -> its first name."""
     first: dict[int, str] = {}
-    return {name: found for name, param in params.items() if (found := first.setdefault(id(param), name)) != name}
+    return {name: other for name, param in params.items() if (other := first.setdefault(id(param), name)) != name}
 
 
 def _layer(name: str) -> str | None:
-    """The decoder layer of a parameter; None: it is in none."""
-    found = place(name)
-    return None if found is None else found.layer
+    """The decoder layer of a parameter, or None."""
+    location = place(name)
+    return None if location is None else location.layer
 
 
 def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
-    """Whose ranks each have some rows of ``tensor``; its last dimension, others are replicas. None: another form."""
+    """The mesh over whose last dimension ``tensor`` is sharded by rows, others being replicas; None otherwise."""
     if not isinstance(tensor, DTensor) or not tensor.is_floating_point() or tensor.ndim == 0:
         return None
     *replicas, last = tensor.placements
-    sharded = last == Shard(0) and all(each == Replicate() for each in replicas)
+    sharded = last == Shard(0) and all(placement == Replicate() for placement in replicas)
     return tensor.device_mesh if sharded else None
 
 
@@ -188,7 +181,7 @@ def _mesh(tensor: torch.Tensor) -> DeviceMesh | None:
 def _whole(span: _Span, params: list[DTensor], device: torch.device) -> list[tuple[Name, torch.Tensor]]:
     locals_ = [param.to_local().to(device, non_blocking=True) for param in params]
     ranks = span.mesh.size(span.mesh.ndim - 1)
-    whole = [torch.empty(each.shape, dtype=torch.bfloat16, device=device) for each in span.tensors]
+    whole = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=device) for tensor in span.tensors]
     targets, sources = [], []
     if ranks == 1:
         for tensor, target in zip(span.tensors, whole, strict=True):
@@ -203,7 +196,7 @@ def _whole(span: _Span, params: list[DTensor], device: torch.device) -> list[tup
 
 
 def _of_all_ranks(span: _Span, locals_: list[torch.Tensor], ranks: int) -> list[torch.Tensor]:
-    """Of each tensor ``[ranks, rows, ...]``: what each rank gives, of every parameter as many rows as the first one."""
+    """Each tensor as gathered, ``[ranks, rows, ...]``; every rank gives as many rows of a parameter as rank 0."""
     device, width = locals_[0].device, {tensor: tensor.shape[1:] for tensor in span.tensors}
     given = {tensor: [-(-span.rows[i] // ranks) for i in tensor.members] for tensor in span.tensors}
     sizes = [sum(given[tensor]) * torch.Size(width[tensor]).numel() for tensor in span.tensors]
@@ -211,7 +204,7 @@ def _of_all_ranks(span: _Span, locals_: list[torch.Tensor], ranks: int) -> list[
     targets, sources = [], []
     for tensor, part in zip(span.tensors, mine.split(sizes), strict=True):
         for i, target in zip(tensor.members, part.view(-1, *width[tensor]).split(given[tensor]), strict=True):
-            # What a rank gives behind its last row is padding.
+            # Rows after a rank's last one are padding.
             rows = len(locals_[i])
             if rows:
                 targets.append(target if len(target) == rows else target[:rows])
@@ -236,7 +229,7 @@ def _arrange(
     targets: list[torch.Tensor],
     sources: list[torch.Tensor],
 ) -> None:
-    """Append the copies that make ``target`` of what ranks have ``given``."""
+    """Append the copies from what ranks have ``given`` to ``target``."""
     ranks = len(given)
     rows = [span.rows[i] for i in tensor.members]
     lengths = [-(-count // ranks) for count in rows]
@@ -245,6 +238,6 @@ def _arrange(
             sources.append(pieces)
             targets.append(part.unflatten(0, (ranks, length)))
         else:
-            held = [max(0, min(length, count - rank * length)) for rank in range(ranks)]
-            sources += [piece[:n] for piece, n in zip(pieces, held, strict=True) if n]
-            targets += [piece for piece in part.split(held) if len(piece)]
+            counts = [max(0, min(length, count - rank * length)) for rank in range(ranks)]
+            sources += [piece[:n] for piece, n in zip(pieces, counts, strict=True) if n]
+            targets += [piece for piece in part.split(counts) if len(piece)]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the sequences of a batch are: found once per forward pass, since the answer waits for the device."""
+"""Where the sequences of a batch begin, computed once per forward pass, since it waits for the device."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True)
 class Packing:
-    """Where a batch's sequences are.
+    """The sequences of a batch.
 
     Attributes:
-        tokens: indices of the real tokens among ``B * T``, None when all are real.
-        cu_seqlens: ``[sequences + 1]`` int32, first real token of each sequence and, last, their number.
+        tokens: indices of the real tokens among ``B * T``; None if all are real.
+        cu_seqlens: ``[sequences + 1]`` int32, first real token of each sequence, then the number of real tokens.
         max_seqlen: length of the longest.
     """
 
@@ -23,7 +23,7 @@ class Packing:
 
     @classmethod
     def of(cls, positions: torch.Tensor | None, attention_mask: torch.Tensor | None) -> "Packing":
-        """From the mask ``[B, T]`` of real tokens, of a padded batch, or else from position ids ``[B, T]``."""
+        """From a padded batch's mask ``[B, T]`` of real tokens, or else from position ids ``[B, T]``."""
         if attention_mask is None:
             # A row's first token always starts a sequence, whatever its position.
             starts = positions == 0

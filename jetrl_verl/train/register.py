@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes ``attn_implementation=jetrl_varlen`` known to transformers, in every process that may build an FSDP engine.
+"""Registers ``attn_implementation=jetrl_varlen`` with transformers, under every precision.
 
-The plugin calls :func:`register` when verl's FSDP engine is imported (plugin.py), under every precision. A name in two
-tables is all that it leaves there: what the name stands for is imported by the first model that asks for it.
+plugin.py calls it when verl's FSDP engine is imported; the implementation is imported by the first model that uses it.
 """
 
 from typing import Any
@@ -12,11 +11,11 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 
 def register() -> None:
-    """Register the attention function and its mask function; doing it twice changes nothing."""
+    """Register the attention function and its mask function; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(JETRL_ATTENTION, _attend)
-    # Without this one transformers would hand the attention no mask, and padded batches would lose theirs.
+    # Without it transformers passes no mask, also not that of padded batches.
     AttentionMaskInterface.register(JETRL_ATTENTION, _mask)
 
 

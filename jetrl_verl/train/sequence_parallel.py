@@ -1,11 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism around the shared attention (arXiv 2309.14509), over verl's process group.
+"""Ulysses sequence parallelism (arXiv 2309.14509) around the attention, over verl's process group.
 
-A rank of the group has a slice of a packed micro-batch's tokens. Linears, norms, rotary and logits work on rows, and a
-row sees no other, so they need not know. Attention works on heads, and a head sees no other: it gets all tokens of a
-slice of the heads and gives back all heads of its slice of the tokens. So every value has the bits that it has on one
-rank, and what a rank of the group adds is two exchanges a layer.
+A rank has a slice of the tokens for operations on rows, and a slice of the heads in attention: two exchanges a layer.
+Neither a row nor a head reads another, so every value has the bits that it has on one rank.
 """
 
 import torch
@@ -15,7 +13,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_
 
 
 class _Exchange(torch.autograd.Function):
-    """``x [ranks, ...]``: part ``r`` goes to rank ``r``, and what comes from rank ``r`` is part ``r`` of the result."""
+    """All-to-all of ``x [ranks, ...]``: part ``r`` goes to rank ``r``, and part ``r`` of the result comes from it."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -32,12 +30,12 @@ class _Exchange(torch.autograd.Function):
 
 
 def ranks() -> int:
-    """Ranks over which the engine that runs now splits its sequences; 1 without Ulysses."""
+    """Ulysses size of the running engine; 1 without Ulysses."""
     return get_ulysses_sequence_parallel_world_size()
 
 
 def whole(positions: torch.Tensor) -> torch.Tensor:
-    """Position ids ``[B, T]`` of all ranks' tokens, from ``[B, T / ranks]`` of this one's."""
+    """Position ids ``[B, T]`` of all ranks, from this rank's ``[B, T / ranks]``."""
     if ranks() == 1:
         return positions
     slices = [torch.empty_like(positions) for _ in range(ranks())]
@@ -49,23 +47,22 @@ def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.T
     """A slice of the heads of all tokens, from all heads of a slice of the tokens; one exchange.
 
     Args:
-        q: ``[T / ranks, H, D]``. k, v: ``[T / ranks, Hkv, D]``. ``ranks`` divides ``H``, and ``Hkv`` divides or is
-            divided by it; where there are fewer key heads than ranks, ranks share them.
+        q: ``[T / ranks, H, D]``. k, v: ``[T / ranks, Hkv, D]``. ``ranks`` divides ``H``, and divides ``Hkv`` or is a
+            multiple of it; then ranks share key heads.
 
     Returns:
-        ``[T, H / ranks, D]`` and two of ``[T, max(1, Hkv / ranks), D]``; a query head is with the key head that it
-        reads.
+        ``[T, H / ranks, D]`` and two of ``[T, max(1, Hkv / ranks), D]``, each query head with its key head.
     """
     split = ranks()
     if split == 1:
         return q, k, v
     copies = max(1, split // k.shape[1])
     k, v = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v))
-    # [tokens, ranks, heads of the rank, D]: what goes to one rank lies together.
+    # [tokens, ranks, heads of the rank, D], contiguous per rank.
     parts = [x.unflatten(1, (split, -1)) for x in (q, k, v)]
     heads = [part.shape[2] for part in parts]
     sent = torch.cat(parts, dim=2).transpose(0, 1)
-    # The ranks' slices of the tokens come in their order.
+    # Slices of tokens arrive in the order of ranks.
     return _Exchange.apply(sent, get_ulysses_sequence_parallel_group()).flatten(0, 1).split(heads, dim=1)
 
 

@@ -1,20 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the shared operations (jetrl_verl/kernels) into a stock Hugging Face decoder, in place.
+"""Gives single modules of a stock Hugging Face decoder another forward, which runs the shared operations.
 
-The model stays the class that Hugging Face built: same modules, parameters, names, checkpoints. Single modules get
-another ``forward``: the norms, the MLP's activation, rotary, attention and ``lm_head``. Residual additions, the
-embedding and the layers' order are stock, BF16 on both sides already.
-
-Where an FP8 linear reads what a norm or the activation writes, that operation quantizes its result on the way and
-hands the linear a :class:`QuantizedTensor` in the tensor's place (nn/handoff.py); the bits are those of quantizing
-afterwards.
-
-Attention needs to know where sequences begin. That is found once per pass, by a hook on the decoder, from the attention
-mask (padded batches) or from positions that start again at zero (packed ones), and travels to every layer as a keyword
-argument; no mask is ever built, because ``_attn_implementation`` names none of Hugging Face's. The name is registered
-with transformers all the same: verl saves ``hf_model`` through a model that it builds from this configuration and never
-runs.
+Modules, parameters, names and checkpoints stay; residual additions and the embedding are stock BF16 on both sides. If
+an FP8 linear layer alone reads what a norm or the activation writes, that operation hands over a
+:class:`QuantizedTensor` (nn/handoff.py). A hook on the decoder finds where sequences begin once per pass; every layer
+gets it as a keyword, and no mask is built.
 """
 
 from collections.abc import Sequence
@@ -40,11 +31,11 @@ from jetrl_verl.train import sequence_parallel
 from jetrl_verl.train.packing import Packing
 
 ATTENTION = "jetrl_shared"
-"""Value of ``_attn_implementation``. Hugging Face builds no mask for a name that its mask interface does not know."""
+"""``_attn_implementation``; transformers builds no mask for a name that its mask interface does not know."""
 
 
 def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: adds ``position_ids`` where absent, and ``packing``."""
+    """Forward pre-hook of the decoder: adds ``packing``, and ``position_ids`` if absent."""
     if inputs:
         raise TypeError("shared operations: call the model with keyword arguments")
     if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
@@ -72,7 +63,7 @@ def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
 def _norm_forward_for(
     self: nn.Module, hidden_states: torch.Tensor, *, readers: Sequence[nn.Linear]
 ) -> torch.Tensor | QuantizedTensor:
-    """Of a norm whose result ``readers`` are the only ones to read."""
+    """Forward of a norm whose result only ``readers`` read."""
     if not accept_quantized(readers):
         return _norm_forward(self, hidden_states)
     return rms_norm_quantize_1x128(hidden_states, self.weight, self.variance_epsilon, readers[0].scale_rule)
@@ -90,8 +81,7 @@ def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: 
 
 
 def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits ``[T, E]``, weights and experts ``[T, k]`` of a token, as transformers returns them; all FP32 but the
-    experts."""
+    """FP32 logits ``[T, E]``, FP32 weights ``[T, k]``, experts ``[T, k]``, as transformers returns them."""
     logits = kernels.logits(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
     experts, weights = kernels.route(logits, self.top_k, self.norm_topk_prob)
     return logits, weights, experts
@@ -106,8 +96,8 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixt
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Table ``[P, D]`` and positions ``[B * T]``: what the layers get as ``position_embeddings``."""
-    # Not a buffer: FSDP would cast it, and its type is part of the contract.
+    """``position_embeddings`` of the layers: table ``[P, D]`` and positions ``[B * T]``."""
+    # Not a buffer, since FSDP would cast it and its dtype is part of the contract.
     self.shared_table = self.shared_table.to(x.device)
     return self.shared_table, position_ids.flatten()
 
@@ -144,12 +134,12 @@ def _attention_forward(
 
 @dataclass
 class TokenNumbers:
-    """What a forward asks of ``lm_head`` in the place of logits.
+    """Per-token values that ``lm_head`` returns instead of logits.
 
     Attributes:
-        rows: ``[B, S]`` bool, the tokens that it is about; all of them where it is None.
+        rows: ``[B, S]`` bool, the tokens; None for all.
         compute: see :func:`jetrl_verl.nn.chunked_logits.per_token`.
-        kept_bytes: bytes of logits that stay for backward.
+        kept_bytes: bytes of logits kept for backward.
     """
 
     rows: torch.Tensor | None
@@ -158,7 +148,7 @@ class TokenNumbers:
 
 
 def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Logits ``[B, S, V]``, or what :func:`ask_for` asked this forward for."""
+    """Logits ``[B, S, V]``, or the values that :func:`ask_for` requested."""
     asked, self.asked = self.asked, None
     if asked is None:
         return mask_unused(kernels.logits(hidden_states, self.weight), self.used_vocabulary)
@@ -167,15 +157,15 @@ def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tenso
 
 
 def ask_for(head: nn.Module, numbers: TokenNumbers) -> None:
-    """The next forward's ``logits`` are a tuple of ``numbers``. ``head``: lm_head with the shared operation."""
+    """Make the next forward of ``head`` (lm_head) return a tuple of ``numbers`` as ``logits``."""
     head.asked = numbers
 
 
 def _refuse_attention(*_: Any, **__: Any) -> None:
-    """What ``ATTENTION`` stands for in a model whose modules are all stock."""
+    """Attention function of ``ATTENTION`` in a model of stock modules, which verl builds to save ``hf_model``."""
     raise RuntimeError(
-        "shared operations: a model made from the trainer's configuration can be saved and not run; load the saved "
-        "folder, which names no attention"
+        "shared operations: a model built from the trainer's configuration can be saved but not run. Load the saved "
+        "folder, whose configuration names no attention."
     )
 
 
@@ -184,14 +174,14 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
 
     Args:
         model: a Hugging Face causal language model of a supported family, before FSDP wraps it.
-        kv_cache: what the rollout's cache holds, and attention sees of keys and values (``formats.CACHES``).
+        kv_cache: format of the rollout's cache, which attention reads keys and values through (``formats.CACHES``).
 
     Returns:
-        How many modules of each kind now run a shared operation.
+        Number of modules of each kind that now run a shared operation.
 
     Raises:
-        Unsupported: no family has its type, or its configuration asks for what the shared operations do not cover.
-        UnsupportedConfiguration: its modules do.
+        Unsupported: the family or the configuration is not covered.
+        UnsupportedConfiguration: a module is not covered.
     """
     from transformers import AttentionInterface
 
@@ -226,9 +216,9 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     layers = len(decoder.layers)
     norms = 1 + layers * len(family.norms)
     if counts != {"norm": norms, half: layers, "attention": layers}:
-        found = {"norms": counts["norm"], "halves": counts[half], "attentions": counts["attention"]}
-        refuse("another_decoder", decoder=type(model).__name__, half=half, layers=layers, **found)
-    # A router reads the BF16 rows that come along.
+        replaced = {"norms": counts["norm"], "halves": counts[half], "attentions": counts["attention"]}
+        refuse("another_decoder", decoder=type(model).__name__, half=half, layers=layers, **replaced)
+    # A router reads the BF16 rows that go along with the qdata.
     fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
     for layer in decoder.layers:
         for norm, names in fed:
@@ -241,7 +231,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
     head.asked, head.used_vocabulary = None, None
-    # Not with AttentionMaskInterface: masks would be built then.
+    # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION
     decoder.register_forward_pre_hook(_find_sequences, with_kwargs=True)

@@ -2,13 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of stock Hugging Face models over packed or padded batches: ``attn_implementation=jetrl_varlen``.
 
-transformers calls :func:`attend` in each layer and :func:`mask` once per pass, since both are registered under that
-name (register.py). No mask is built: a packed batch's sequences are found in the positions, which start again at zero,
-a padded batch's in the two-dimensional mask. That is found in the first layer and remembered on the very tensor, which
-every layer gets, and again when a layer is recomputed for backward; so the host waits for the device once per pass.
-
-With Ulysses sequence parallelism a rank holds a part of the tokens. As for flash-attn in verl, ranks exchange tokens
-for heads before the attention and back after it (sequence_parallel.py).
+transformers calls :func:`attend` in each layer and :func:`mask` once per pass (register.py). No mask is built:
+sequences of a packed batch begin where positions are zero. That is computed in the first layer and cached on the tensor
+that every layer gets. Under Ulysses ranks exchange tokens for heads around it (sequence_parallel.py).
 """
 
 from collections.abc import Callable
@@ -38,14 +34,14 @@ def mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> torch.Tensor | None:
-    """What every layer gets as ``attention_mask``: the mask ``[B, T]`` of real tokens, or None for packed batches.
+    """The ``attention_mask`` of every layer: the mask ``[B, T]`` of real tokens, or None for packed batches.
 
     Arguments are those of transformers' mask interface.
 
     Raises:
         UnsupportedConfiguration: a mask that is not causal within each sequence.
     """
-    # A packed batch's function is causal and within sequences; it comes with allow_is_causal_skip=False.
+    # The mask function of a packed batch, causal within sequences, comes with allow_is_causal_skip=False.
     causal = mask_function is causal_mask_function or not allow_is_causal_skip
     if use_vmap or not causal or getattr(config, "attention_chunk_size", None) is not None:
         refuse("varlen_mask")
@@ -74,15 +70,15 @@ def attend(
 
     Args:
         module: the attention module. query: ``[B, H, T, D]``. key, value: ``[B, Hkv, T, D]``.
-        attention_mask: ``[B, T]`` of :func:`mask`. position_ids: ``[B, T]`` or ``[1, T]``; they start again at 0 where
-            a sequence of a packed batch does. With Ulysses both tokens and positions are this rank's part.
+        attention_mask: ``[B, T]`` of :func:`mask`. position_ids: ``[B, T]`` or ``[1, T]``, 0 at the start of each
+            sequence of a packed batch. Under Ulysses tokens and positions are this rank's part.
         scaling: factor of the scores, ``D ** -0.5`` by default.
 
     Returns:
-        ``[B, T, H, D]``, zero where a token is padding, and None in the place of attention's weights.
+        ``[B, T, H, D]``, zero at padding, and None for the attention weights.
 
     Raises:
-        UnsupportedConfiguration: what this attention does not do, in one sentence.
+        UnsupportedConfiguration: an option that this attention does not support.
     """
     if dropout:
         refuse("varlen_dropout", path=_path(module), rate=dropout)
@@ -94,7 +90,7 @@ def attend(
         refuse("varlen_prefix_grouper", key=f"{ACTOR}.use_prefix_grouper", value="true")
     if is_causal is False or not (_is_causal(module) and _is_causal(getattr(module, "config", None))):
         refuse("varlen_direction")
-    # [B, T, H, D]; of one rank's tokens and all heads, or of all tokens and one rank's heads
+    # [B, T, H, D]: one rank's tokens and all heads, or all tokens and one rank's heads
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if split := sequence_parallel.ranks() > 1:
         if attention_mask is not None or len(query) > 1:
@@ -107,7 +103,7 @@ def attend(
     packing = _sequences(rows, length, attention_mask, position_ids)
     dtype = query.dtype
     if query.is_cuda and dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
-        # As autocast does for sdpa: rotary and norms may leave FP32 behind.
+        # As autocast does for sdpa, since rotary and norms may return FP32.
         dtype = torch.get_autocast_dtype("cuda")
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (query, key, value))
     if what := without_kernel(q, k, v):
@@ -117,14 +113,14 @@ def attend(
         out = varlen_attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, scale)
     else:
         real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        found = varlen_attention(*real, packing.cu_seqlens, packing.max_seqlen, scale)
-        out = found.new_zeros(q.shape).index_copy(0, packing.tokens, found)
+        out = varlen_attention(*real, packing.cu_seqlens, packing.max_seqlen, scale)
+        out = out.new_zeros(q.shape).index_copy(0, packing.tokens, out)
     out = out.view(rows, length, heads, head_dim)
     return (sequence_parallel.by_tokens(out[0])[None] if split else out), None
 
 
 def _path(module: nn.Module) -> str:
-    """Of the model that a module is in, for a message."""
+    """Path of the module's model, for messages."""
     return getattr(getattr(module, "config", None), "_name_or_path", "") or "of the trainer"
 
 
@@ -135,7 +131,7 @@ def _is_causal(holder: Any) -> bool:
 def _sequences(
     rows: int, length: int, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
 ) -> Packing:
-    """Where the sequences of ``rows`` rows of ``length`` tokens are."""
+    """The sequences of ``rows`` rows of ``length`` tokens."""
     if attention_mask is not None:
         if attention_mask.shape != (rows, length):
             refuse("varlen_mask")
@@ -152,10 +148,10 @@ def _sequences(
 
 
 def _remembered(tensor: torch.Tensor, rows: int, find: Callable[[], Packing]) -> Packing:
-    """``find()``, once for this tensor as long as nobody writes to it."""
+    """``find()``, cached on the tensor until it is written to."""
     state = (rows, None if tensor.is_inference() else tensor._version)
-    found = getattr(tensor, _REMEMBERED, None)
-    if found is None or found[0] != state:
-        found = (state, find())
-        setattr(tensor, _REMEMBERED, found)
-    return found[1]
+    cached = getattr(tensor, _REMEMBERED, None)
+    if cached is None or cached[0] != state:
+        cached = (state, find())
+        setattr(tensor, _REMEMBERED, cached)
+    return cached[1]

@@ -1,10 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The weight sync of an actor, from gathered FP32 weights to what goes over the wire: sync/wire.py and
-sync/contract.py in the order in which they follow each other.
-
-``train/engine.py`` feeds it with verl's stream, ``benchmarks/weight_sync.py`` measures it.
-"""
+"""An actor's weight sync, from gathered weights to pieces of the wire (sync/wire.py, sync/contract.py)."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
@@ -29,14 +25,13 @@ from jetrl_verl.sync.wire import SyncStatistics, measured, packed, quantize_stre
 def same_on_every_rank(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
     """Pass a sync's stream through; at its end, compare the contract's sums over the trainer's ranks.
 
-    A rollout worker compares itself with the one rank that fills it. Where ranks have drifted apart, as replicas whose
-    gradients were not added do, each worker agrees with its own and a rollout over several GPUs is two policies in one.
+    A rollout worker compares itself with its own rank alone, so it cannot see that ranks have drifted apart.
 
     Args:
-        stream: of :func:`~jetrl_verl.sync.contract.with_contract`. Every rank of the default group iterates it.
+        stream: from :func:`~jetrl_verl.sync.contract.with_contract`; every rank of the default group iterates it.
 
     Raises:
-        ContractViolation: behind the last tensor, on every rank, naming the first tensor that differs.
+        ContractViolation: after the last tensor, on every rank, naming the first tensor that differs.
     """
     alone = not dist.is_initialized() or dist.get_world_size() == 1
     names: list[str] = []
@@ -51,8 +46,8 @@ def same_on_every_rank(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[
     if not sums:
         return
     together = torch.cat(sums)
-    # Sums of all sums up to the end of each tensor, modulo 2^64: few words to gather, and the first that differs is
-    # that of the first tensor that does.
+    # Running sums at the end of each tensor, modulo 2^64: few words to gather, and the first that differs names the
+    # first tensor that does.
     ends = torch.tensor(lengths).cumsum(0).to(together.device) - 1
     mine = (together * odd_constants(len(together), together.device)).cumsum(0)[ends]
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -62,28 +57,28 @@ def same_on_every_rank(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[
         tensor, rank = min((tensor, rank) for rank, tensor in differing)
         raise ContractViolation(
             f"contract check: {names[tensor].removeprefix(SUM_PREFIX)} of the trainer's rank {rank} differs from that "
-            "of rank 0; the ranks train several policies, of which each rollout worker would get another one. Set "
-            "actor_rollout_ref.actor.strategy=fsdp2, and look for what changes weights or gradients on one rank alone."
+            "of rank 0: the ranks train different policies. Set actor_rollout_ref.actor.strategy=fsdp2, and look for "
+            "code that changes weights or gradients on one rank alone."
         )
 
 
 def stated_routing(model: nn.Module) -> Routing | None:
-    """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None if it is dense.
+    """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None for a dense model.
 
     Raises:
-        UnsupportedConfiguration: its layers differ in that.
+        UnsupportedConfiguration: its layers choose differently.
     """
     mixture = family(model.config).experts
     if mixture is None:
         return None
-    found = set()
+    routings = set()
     for layer in model.get_decoder().layers:
         router, experts = layer.get_submodule(mixture.router), layer.get_submodule(mixture.module)
         count = getattr(experts, leaf(mixture.down)).shape[0]
-        found.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
-    if len(found) != 1:
+        routings.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
+    if len(routings) != 1:
         refuse("routing_by_layer")
-    return found.pop()
+    return routings.pop()
 
 
 def weight_stream(
@@ -98,19 +93,18 @@ def weight_stream(
     routing: Routing | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an actor sends at a weight sync, :func:`~jetrl_verl.sync.wire.packed`.
+    """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
 
     Args:
-        weights: (Hugging Face name or stack of them, gathered tensor), whose bytes on verl's own wire ``statistics``
-            has already been told. options: of the run.
-        plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: on which the probes run.
+        weights: (Hugging Face name or stack of them, gathered tensor). options: of the run.
+        plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: of the probes.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.wire.quantize_stream`.
-        metrics: looks at the qdata, if it is given. ranks: tensor-parallel ones of the rollout.
+        metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         routing: from :func:`stated_routing`. tied: see :func:`~jetrl_verl.sync.contract.with_contract`.
 
     Raises:
-        NonFiniteWeightError: behind the last weight, if one of them is NaN or Inf.
-        ContractViolation: behind the contract, if it is checked and the trainer's ranks hold different weights.
+        NonFiniteWeightError: after the last weight, if one is NaN or Inf.
+        ContractViolation: after the contract, if it is checked and the trainer's ranks have different weights.
     """
     stream = quantize_stream(weights, plans, options.scale_rule, options.rollout, kept_scales)
     stream = refuse_non_finite(stream)

@@ -55,7 +55,7 @@ NAMES = [f"{victim}-{phase}" for phase in PHASES for victim in VICTIMS]
 OTHERS = ["nan", "truncated", "resumed", "resized", "full-disk", "two-runs"]
 
 SENTENCES = {
-    "nan": "holds NaN or Inf",
+    "nan": "has NaN or Inf",
     "truncated": "is damaged",
     "resized-refused": "jetrl reshard",
     "full-disk": "could not be written",

@@ -246,7 +246,7 @@ def test_a_write_that_fails_names_folder_and_room(checkpoints):
     """The error of torch.save on a full disk says ``unexpected pos``; behind ours a user knows what to do."""
     folder = checkpoints / "global_step_3" / "actor"
     weights = torch.load(file_of(checkpoints, "model"), weights_only=False)
-    failure = pytest.raises(UnwrittenCheckpointError, match="MiB left; make room")
+    failure = pytest.raises(UnwrittenCheckpointError, match="MiB left. Make room")
     with files_of_at_most(1000), failure as caught, explained(folder):
         folder.mkdir(parents=True)
         torch.save(weights, folder / "model.pt")
@@ -264,7 +264,7 @@ def test_a_write_that_fails_names_folder_and_room(checkpoints):
     ids=str,
 )
 def test_what_the_disk_says_is_explained(tmp_path, error):
-    with pytest.raises(UnwrittenCheckpointError, match="MiB left; make room") as caught, explained(tmp_path / "actor"):
+    with pytest.raises(UnwrittenCheckpointError, match="MiB left. Make room") as caught, explained(tmp_path / "actor"):
         raise error
     assert str(error) in str(caught.value) and caught.value.__cause__ is error
 

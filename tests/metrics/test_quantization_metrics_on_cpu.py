@@ -373,7 +373,7 @@ def test_one_non_finite_weight_is_named_at_the_sync(name, value):
     with torch.no_grad():
         parameter = dict(model.named_parameters())[name]
         parameter.view(-1)[parameter.numel() // 2 + 3] = value
-    with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer holds NaN or Inf"):
+    with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer has NaN or Inf"):
         list(refuse_non_finite(stream_of(model, plans)))
 
 

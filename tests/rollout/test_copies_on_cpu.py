@@ -73,7 +73,7 @@ class Worker:
             with self.copies.recording(others):
                 for piece in others:
                     self.load(*piece)
-        self.copies.hold()
+        self.copies.commit()
 
 
 def wire(seed: int, offset: int = 0) -> list[tuple[str, torch.Tensor]]:

@@ -92,7 +92,7 @@ def test_the_worker_refuses_weights_where_a_pass_is_on(receive, name):
     with pytest.raises(ContractViolation) as refused:
         receive(UNCHECKED, 2, name)
     assert str(refused.value) == (
-        "contract check: the trainer repeats the sums of the rollout's ranks but vLLM was started with "
+        "contract check: the trainer repeats the sums of the rollout's ranks, but vLLM was started with "
         f"compilation_config.pass_config.{name}=true; do not override "
         "rollout.engine_kwargs.vllm.compilation_config.pass_config"
     )

@@ -106,7 +106,8 @@ def reductions(rank: int, world: int) -> None:
     layer.quant_method.apply = lambda held, x, added: torch.nn.functional.linear(x, held.weight, added)
     row_parallel.order_reduction(layer)
     assert type(layer) is row_parallel.OrderedRowParallelLinear
-    assert row_parallel.keeps_vllms(2, on_gpu=True) and not row_parallel.keeps_vllms(3, on_gpu=True)
+    assert row_parallel.stock_all_reduce_matches(2, on_gpu=True)
+    assert not row_parallel.stock_all_reduce_matches(3, on_gpu=True)
     x = torch.randn(5, 256 * world).bfloat16()
     parts = [
         torch.nn.functional.linear(

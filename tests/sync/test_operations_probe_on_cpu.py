@@ -319,7 +319,7 @@ def test_another_choice_of_experts_is_found(change):
     for routings in ((ROUTING, other), (other, ROUTING)):
         with pytest.raises(ContractViolation) as raised:
             verify({}, {}, routings)
-        assert f"the trainer has {routings[0]}, the rollout {routings[1]}; " in str(raised.value)
+        assert f"the trainer has {routings[0]}, the rollout {routings[1]}. " in str(raised.value)
 
 
 def test_a_mixture_beside_a_dense_model_is_found():

@@ -204,6 +204,7 @@ def test_a_compiled_model_runs_and_is_not_measured():
     assert sampler.metrics() == {}
 
 
+@pytest.mark.slow  # compares processor time, which a busy machine falsifies
 def test_a_sample_is_under_one_percent_of_a_steps_trainer_part(monkeypatch):
     """Processor time beside that of log-probabilities and two mini-batches, as in the demo; the rollout left out."""
     model, plans = jet_model(hidden_size=256, intermediate_size=512, num_hidden_layers=2, max_position_embeddings=1024)
@@ -360,7 +361,7 @@ def test_a_weight_of_a_stack_that_is_no_number_is_named(name):
     list(refuse_non_finite(quantize_stream(stacked(model), {}, "fp32")))
     dict(model.named_parameters())[name].data.view(-1)[-3] = float("nan")
     for quantized in (plans, {}):
-        with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer holds NaN"):
+        with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer has NaN"):
             list(refuse_non_finite(quantize_stream(stacked(model), quantized, "fp32")))
 
 

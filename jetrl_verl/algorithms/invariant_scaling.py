@@ -48,7 +48,9 @@ def check_resumed(folder: str | Path, s: float) -> None:
     """
     config = Path(folder) / "huggingface" / "config.json"
     if config.is_file() and (saved := folded_in(json.loads(config.read_text()))) != s:
-        refuse("checkpoint_of_another_factor", folder=folder, saved=f"{saved:g}", factor=f"{s:g}")
+        of = f"jetrl.invariant_scaling={saved:g}"
+        what = f"the checkpoint {folder}, trained with {of},"
+        refuse("checkpoint_of_another_factor", {"jetrl.invariant_scaling": f"{s:g}"}.get, what=what, remedy=f"Set {of}")
 
 
 @torch.no_grad()
@@ -77,7 +79,8 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
     for layer, weights in layers.items():
         missing = [module for module in (*norms, *projections) if module not in weights]
         if missing:
-            refuse("layer_without_scaling", layer=layer, missing=missing[0], factor=f"{s:g}")
+            what = f"{layer}, which has no {missing[0]},"
+            refuse("layer_without_scaling", {"jetrl.invariant_scaling": f"{s:g}"}.get, what=what)
     changed = []
     for weights in layers.values():
         for module in (*norms, *projections):

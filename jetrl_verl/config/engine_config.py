@@ -31,7 +31,7 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.jetrl is None:
-            refuse("class_without_options", name=type(self).__name__, field="jetrl")
+            refuse("class_without_options", what=f"a {type(self).__name__} without jetrl")
         if self.jetrl_role not in _ROLE_FIELD:
             raise UnsupportedConfiguration(
                 f"jetrl_role={self.jetrl_role} is not a role. Set one of {', '.join(_ROLE_FIELD)}."

@@ -43,7 +43,7 @@ def check_environment(config: DictConfig) -> None:
     for key in OPTIMIZERS:
         check_optimizer(key, OmegaConf.select(config, key), options.precision)
     if options.operations == "shared" and (gap := no_shared_operations()):
-        refuse(gap[0], **gap[1])
+        refuse(gap[0], what=gap[1])
 
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
@@ -55,7 +55,7 @@ def check_environment(config: DictConfig) -> None:
     if (held := cache_traits(options.kv_cache)).quantized:
         check_cache(path, held)
     for key in REPLICAS:
-        check_replicas(path, key, OmegaConf.select(config, key) or 1, options.precision)
+        check_replicas(path, key, OmegaConf.select(config, key) or 1)
     for key in ULYSSES:
         check_ulysses(path, key, OmegaConf.select(config, key) or 1, options.precision)
     of_critic = OmegaConf.select(config, "critic.model.path")
@@ -96,9 +96,11 @@ def check_versions(precision: str) -> None:
     for package, pin in PINS.items():
         installed = installed_version(package)
         if installed is None:
-            _refuse("missing_package", precision, package=package, pin=pin)
+            what, remedy = f"an environment without {package}", f"Set up {package} {pin}"
+            refuse("missing_package", precision=precision, what=what, remedy=remedy)
         if not is_pinned(package, installed):
-            _refuse("version", precision, package=package, pin=pin, found=installed)
+            why, remedy = f"it works with {package} {pin}", f"Set up {package} {pin}, or precision=bf16"
+            refuse("version", precision=precision, what=f"{package} {installed}", why=why, remedy=remedy)
 
 
 def check_optimizer(key: str, module: str | None, precision: str) -> None:
@@ -106,7 +108,8 @@ def check_optimizer(key: str, module: str | None, precision: str) -> None:
     model."""
     package = (module or "torch").partition(".")[0]
     if find_spec(package) is None:
-        _refuse("optimizer_package", precision, key=key, value=module, package=package)
+        why, remedy = f"{package} is not installed", f"Install {package}"
+        refuse("optimizer_package", precision=precision, key=key, value=module, why=why, remedy=remedy)
 
 
 def check_patches(precision: str) -> None:
@@ -117,7 +120,8 @@ def check_patches(precision: str) -> None:
     for patch, state in installed_states():
         if patch.needed and state not in (STOCK, PATCHED):
             mismatch = patch.mismatch(state).rpartition(". Install ")[0]
-            _refuse("patch", precision, project=patch.project, version=patch.version, mismatch=mismatch)
+            remedy = f"Set up {patch.project} {patch.version}, or precision=bf16"
+            refuse("patch", precision=precision, what=f"the installed {patch.project}", why=mismatch, remedy=remedy)
 
 
 def check_gpu(precision: str) -> None:
@@ -126,26 +130,26 @@ def check_gpu(precision: str) -> None:
     from verl.utils.device import is_npu_available
 
     if is_npu_available:
-        _refuse("npu", precision)
+        refuse("npu", precision=precision)
     if not torch.cuda.is_available():
         return
     if torch.version.hip is not None:
-        _refuse("rocm", precision)
+        refuse("rocm", precision=precision)
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < MIN_CAPABILITY:
-            _refuse("gpu_without_fp8", precision, **_describe_gpu(index))
+            refuse("gpu_without_fp8", precision=precision, what=_describe_gpu(index))
 
 
-def _refuse(name: str, precision: str, **words: Any) -> None:
-    refuse(name, **{"jetrl.precision": precision}, **words)
-
-
-def _describe_gpu(index: int) -> dict[str, Any]:
+def _describe_gpu(index: int) -> str:
     import torch
 
-    major, minor = torch.cuda.get_device_capability(index)
-    return {"gpu": f"GPU {index}, {torch.cuda.get_device_name(index)}", "capability": f"{major}.{minor}"}
+    return gpu_words(f"GPU {index}, {torch.cuda.get_device_name(index)}", torch.cuda.get_device_capability(index))
+
+
+def gpu_words(gpu: str, capability: tuple[int, int]) -> str:
+    """A GPU as the X of a message."""
+    return f"{gpu}, of compute capability {capability[0]}.{capability[1]},"
 
 
 def on_cpu() -> bool:
@@ -153,10 +157,9 @@ def on_cpu() -> bool:
     return os.environ.get("VERL_PLATFORM") == "cpu"
 
 
-def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
-    """Row of the table, and its words, that says why the GPUs of this process cannot run the shared operations.
-
-    None if they can, or if it sees none.
+def no_shared_operations() -> tuple[str, str] | None:
+    """Row of the table that says why the GPUs of this process cannot run the shared operations, and the X of its
+    message; None if they can, or if it sees none.
     """
     import torch
 
@@ -168,7 +171,7 @@ def no_shared_operations() -> tuple[str, dict[str, Any]] | None:
     # A file, not an import: the library is large and this process is to touch no GPU.
     vllm = find_spec("vllm")
     if vllm is None or not list(Path(vllm.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*")):
-        return "no_flash_attention_3", {}
+        return "no_flash_attention_3", ""
     return None
 
 
@@ -176,7 +179,7 @@ def check_cache(path: str | None, held: CacheTraits) -> None:
     """Refuse a quantized KV cache on a GPU, or of a model, for which there is no kernel; after :func:`check_model`."""
     gap = no_shared_operations()
     if gap is not None and gap[0] == "gpu_other_than_hopper":
-        refuse("gpu_of_an_fp8_cache", **gap[1])
+        refuse("gpu_of_an_fp8_cache", what=gap[1])
     model = read_model(path)
     if model is not None and (message := cache_message(model, str(path), held)):
         raise UnsupportedConfiguration(message)
@@ -189,20 +192,20 @@ def cache_message(model: Mapping[str, Any], path: str, held: CacheTraits) -> str
     ours, heads = family(model), model["num_attention_heads"]
     group = heads // (model.get("num_key_value_heads") or heads)
     head_dim, most = ours.head_dim(model), held.most_query_heads
-    for error, met in (
+    for why, met in (
         (f"its heads are of {head_dim}, and a scale is for {held.head_dim}", head_dim != held.head_dim),
         (f"a KV head has {group} query heads, and the kernel computes {most}", group > most),
         ("its layers attend to windows", ours.slides(model)),
     ):
         if met:
-            return refusal("model_of_an_fp8_cache", path=path, error=error)
+            return refusal("model_of_an_fp8_cache", what=f"the model {path}", why=why)
     return ""
 
 
 def why_not_shared() -> str:
     """The same as half a sentence; empty if the shared operations can run here."""
     gap = no_shared_operations()
-    return row(gap[0]).clause(**gap[1]) if gap else ""
+    return row(gap[0]).clause(what=gap[1]) if gap else ""
 
 
 def model_overrides(config: DictConfig) -> dict[str, Any]:
@@ -242,7 +245,7 @@ def check_model(
     from jetrl_verl.models.plan import plan_linears
 
     if model.get("quantization_config"):
-        _refuse("quantized_checkpoint", options.precision, path=path)
+        refuse("quantized_checkpoint", precision=options.precision, what=f"the model {path}")
     with explained(path, options.precision):
         plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers, format_name=format_name)
         ours = family(model)
@@ -250,18 +253,18 @@ def check_model(
             ours.check_operations(ours.as_trained(model, overrides or {}))
     if ours.experts is not None and options.train == FLOW:
         if not shared_operations:
-            _refuse("mixture_with_stock_operations", options.precision, path=path)
+            refuse("mixture_with_stock_operations", what=f"the mixture of experts {path}")
         if options.backward != FLOW:
-            _refuse("mixture_with_bf16_backward", options.precision, path=path)
+            refuse("mixture_with_bf16_backward", what=f"the mixture of experts {path}")
 
 
-def check_replicas(path: str | None, key: str, replicas: int, precision: str) -> None:
+def check_replicas(path: str | None, key: str, replicas: int) -> None:
     """Refuse a mixture of experts in one server of several data-parallel replicas: vLLM deals its experts over them."""
     from jetrl_verl.models import family
 
     model = read_model(path) if replicas > 1 else None
     if model is not None and family(model).experts is not None:
-        _refuse("mixture_over_replicas", precision, key=key, value=replicas, path=path)
+        refuse("mixture_over_replicas", what=f"the mixture of experts {path}", scope=f"{key}={replicas}")
 
 
 def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> None:
@@ -272,7 +275,10 @@ def check_ulysses(path: str | None, key: str, ranks: int, precision: str) -> Non
     heads = model["num_attention_heads"]
     kv_heads = model.get("num_key_value_heads") or heads
     if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        _refuse("ulysses_of_the_heads", precision, key=key, value=ranks, path=path, heads=heads, kv_heads=kv_heads)
+        why = f"its {heads} heads over {kv_heads} key heads are not divided by that many ranks"
+        what = f"{key}={ranks} with the model {path}"
+        remedy = f"Set {key} to a divisor of both, or of the heads and a multiple of the key heads"
+        refuse("ulysses_of_the_heads", precision=precision, what=what, why=why, remedy=remedy)
 
 
 def read_model(path: str | None) -> dict[str, Any] | None:
@@ -327,9 +333,9 @@ def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
     ours = family(model)
     trained = ours.as_trained(model, overrides)
     if ours.slides(trained):
-        refuse("varlen_sliding_window", path=path)
+        refuse("varlen_sliding_window", what=f"the model {path}, whose layers attend to windows,")
     if rate := read(trained, "attention_dropout", 0.0):
-        refuse("varlen_dropout", path=path, rate=rate)
+        refuse("varlen_dropout", what=f"the model {path} with attention_dropout={rate}")
 
 
 def check_vocabulary(path: str | None) -> None:
@@ -346,8 +352,13 @@ def check_vocabulary(path: str | None) -> None:
     tokens = len(AutoTokenizer.from_pretrained(folder))
     entries = AutoConfig.from_pretrained(folder).vocab_size
     if entries > tokens:
-        words = {"key": f"{MODEL}.use_fused_kernels", "entries": entries - tokens, "path": path}
-        refuse("fused_kernels_of_a_padded_vocabulary", **words)
+        refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(entries - tokens, path))
+
+
+def padding_words(entries: int, path: str | None) -> dict[str, str]:
+    """Words of the message for a model with ``entries`` of its vocabulary without a token."""
+    scope = f"the {entries} entries of its vocabulary without a token"
+    return {"scope": scope, "why": f"{path} would leave them unmasked in the trainer alone"}
 
 
 def check_data(key: str, files: Any) -> None:

@@ -69,7 +69,8 @@ def _uncovered_model(config: DictConfig) -> str:
     try:
         model = read_model(path)
         if model is None:
-            return row("remote_model").message(path=path).removesuffix(".")
+            why = f"the configuration of the model {path} cannot be read from here"
+            return row("remote_model").message(why=why).removesuffix(".")
         ours = family(model)
         rollout = quantization_arguments(options, get(VLLM))
         for message in overridden_fields(model, trainer, rollout["hf_overrides"]):
@@ -100,7 +101,7 @@ def overridden_fields(
             # Without dropout the trainer computes what the rollout does.
             silenced = key in dropouts and value == 0
             if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
-                yield row("overridden_model").message(where=where, field=key)
+                yield row("overridden_model").message(why=f"{where} overrides {key} of the model")
 
 
 @cache

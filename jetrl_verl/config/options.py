@@ -1,11 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the project: what the ``jetrl`` node of a composed config may say.
+"""The options of the project: the ``jetrl`` node of a composed config as a frozen dataclass, and the values they take.
 
-A non-bf16 precision group fills this node; the user overrides single fields (``jetrl.scale_rule=pow2``).
-``JetConfig`` is the same node as a frozen dataclass, and the only place that knows which values there are; which
-combinations are meaningful is in ``support/options.py``. Nothing here imports torch, verl or vLLM: vLLM workers and the
-command line read it too.
+A precision fills the node, the user overrides fields; which combinations are refused is in ``support/options.py``.
+Imports neither torch nor verl nor vLLM: vLLM workers and the command line read it too.
 """
 
 from collections.abc import Mapping
@@ -14,28 +12,16 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, UNQUANTIZED
 
-from .support.options import OPTION_ROWS
+from .support.options import FORMATS_OF, OPTION_ROWS
 from .support.row import UnsupportedConfiguration, shown
 
-PRECISIONS: tuple[str, ...] = (
-    "bf16",
-    "bf16_shared",
-    "fp8_rollout",
-    "fp8_rollout_tis",
-    "int8_rollout",
-    "int8_rollout_tis",
-    "qurl_fp8",
-    "qurl_int8",
-    "jet_fp8",
-    "jet_fp8_exact",
-)
+PRECISIONS: tuple[str, ...] = ("bf16", *FORMATS_OF)
 """Choices of the Hydra group ``precision``; ``bf16``, the default, leaves verl as it is."""
-
 
 _TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": PRECISIONS[1:],
+    "precision": tuple(FORMATS_OF),
     "train": (*_TRAIN, UNQUANTIZED),
     "rollout": (*FORMATS, UNQUANTIZED),
     "scale_rule": SCALE_RULES,
@@ -53,6 +39,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "kv_cache": tuple(CACHES),
     "gathered": ("pass", "batch"),
 }
+_POSITIVE: dict[str, Any] = {"clip_interval": int, "correction_scale": int | float, "invariant_scaling": int | float}
 
 ROLLOUT_OPTIONS: tuple[str, ...] = (
     "precision",
@@ -145,22 +132,14 @@ class JetConfig:
             value = getattr(self, name)
             # `1 in (True, False)` holds in Python; the type has to agree too.
             if not any(value == choice and type(value) is type(choice) for choice in choices):
-                raise UnsupportedConfiguration(self._no_choice(name, f"one of {', '.join(map(shown, choices))}"))
-        for name, kind in (
-            ("clip_interval", int),
-            ("correction_scale", int | float),
-            ("invariant_scaling", int | float),
-        ):
+                raise _no_value(name, value, f"one of {', '.join(map(shown, choices))}")
+        for name, kind in _POSITIVE.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
-                raise UnsupportedConfiguration(self._no_choice(name, "a positive number"))
+                raise _no_value(name, value, "a positive number")
         for row in OPTION_ROWS:
             for words in row.met(self._get):
                 raise UnsupportedConfiguration(row.message(self._get, **words))
-
-    def _no_choice(self, name: str, choices: str) -> str:
-        found = shown(getattr(self, name))
-        return _message("option_value", key=f"jetrl.{name}", value=found, choices=choices)
 
     def _get(self, key: str) -> Any:
         """Value at a dotted path of a composed configuration, of which there is the ``jetrl`` node alone."""
@@ -174,9 +153,15 @@ class JetConfig:
         known = [field.name for field in fields(cls)]
         for key in node:
             if key not in known:
-                raise UnsupportedConfiguration(_message("unknown_option", key=f"jetrl.{key}", known=", ".join(known)))
+                raise UnsupportedConfiguration(
+                    f"jetrl.{key} is not supported with any precision: there is no such option. Set one of "
+                    f"{', '.join(known)}."
+                )
         if any(name not in node for name in ("precision", "train", "rollout")):
-            raise UnsupportedConfiguration(_message("options_without_a_precision", precisions="|".join(PRECISIONS[1:])))
+            raise UnsupportedConfiguration(
+                f"an option of the jetrl node is not supported with precision=bf16. Set precision="
+                f"<{'|'.join(FORMATS_OF)}>."
+            )
         return cls(**{key: node[key] for key in node})
 
     @property
@@ -194,6 +179,7 @@ class JetConfig:
         return {name: getattr(self, name) for name in ROLLOUT_OPTIONS}
 
 
-def _message(name: str, **words: Any) -> str:
-    """Of a row about the ``jetrl`` node alone."""
-    return next(row for row in OPTION_ROWS if row.name == name).message(**words)
+def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"jetrl.{name}={shown(value)} is not supported with any precision. Set jetrl.{name} to {choices}."
+    )

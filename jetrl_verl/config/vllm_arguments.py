@@ -23,8 +23,8 @@ def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -
     arguments = dict(user or {})
     overrides = overrides_of(arguments.get("hf_overrides"))
     if overrides is None:
-        key, value = f"{VLLM}.hf_overrides", arguments["hf_overrides"]
-        refuse("hf_overrides", key=key, value=value, **precision_words(options))
+        value = arguments["hf_overrides"]
+        refuse("hf_overrides", precision=options.precision, key=f"{VLLM}.hf_overrides", value=value)
     arguments["hf_overrides"] = dict(overrides)
 
     method = VLLM_METHODS[options.rollout]
@@ -55,12 +55,7 @@ def unfused_reductions(options: JetConfig, arguments: Mapping[str, Any]) -> dict
     passes = dict(given.get("pass_config") or {})
     for name in FUSIONS_OF_REDUCTIONS:
         if passes.get(name):
-            words = {
-                "key": f"{VLLM}.compilation_config.pass_config.{name}",
-                "value": "true",
-                "jetrl.train": options.train,
-            }
-            refuse("fusions_of_reductions", **words)
+            refuse("fusions_of_reductions", key=f"{VLLM}.compilation_config.pass_config.{name}", value="true")
         passes[name] = False
     return {"compilation_config": {**given, "pass_config": passes}}
 
@@ -75,9 +70,4 @@ def fill(holder: dict[str, Any], name: str, value: Any, options: JetConfig, with
         holder[name] = value
     elif holder[name] != value:
         key = f"{VLLM}.{within}{name}"
-        refuse(f"vllm_{name}", key=key, **precision_words(options))
-
-
-def precision_words(options: JetConfig) -> dict[str, str]:
-    """What a row's message says of a run, for one who has no composed configuration."""
-    return {"jetrl.precision": options.precision}
+        refuse("vllm_arguments", precision=options.precision, key=key, value=holder[name])

@@ -22,6 +22,7 @@ from typing import Any
 
 import jetrl_verl
 
+from .environment import gpu_words
 from .hopper_kernels import CAPABILITY, missing
 from .options import JetConfig
 from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
@@ -141,11 +142,11 @@ def complaint_about(found: dict[str, Any], options: JetConfig | None = None) -> 
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
     for capability in map(tuple, found["capabilities"]):
-        words = {"gpu": "a GPU there", "capability": ".".join(map(str, capability))}
+        gpu = gpu_words("a GPU there", capability)
         if capability < MIN_CAPABILITY:
-            return refusal("gpu_without_fp8", **words, **{"jetrl.precision": precision}).removesuffix(".")
+            return refusal("gpu_without_fp8", precision=precision, what=gpu).removesuffix(".")
         if shared and capability != SHARED_CAPABILITY:
-            return refusal("gpu_other_than_hopper", **words).removesuffix(".")
+            return refusal("gpu_other_than_hopper", what=gpu).removesuffix(".")
     return ""
 
 

@@ -45,15 +45,16 @@ REACHES = (
 def _check(impl: Any) -> None:
     """Refuse an attention layer that the trainer cannot reproduce."""
     if impl.head_size != kernels.HEAD_DIM:
-        refuse("head_dim", path="of this engine", error=f"the shared operations do not cover heads of {impl.head_size}")
+        why = f"the shared operations do not cover heads of {impl.head_size}"
+        refuse("head_dim", what="the model of this engine", why=why)
     if not _is_plain(impl):
         refuse("attention_kind")
     if _slides(impl):
         refuse("sliding_window_in_vllm")
     if impl.kv_cache_dtype not in ("auto", "bfloat16"):
-        refuse("kv_cache_in_vllm", dtype=impl.kv_cache_dtype)
+        refuse("kv_cache_in_vllm", what=f"kv_cache_dtype={impl.kv_cache_dtype}")
     if _version(impl) != 3:
-        refuse("flash_attention_version", version=_version(impl))
+        refuse("flash_attention_version", what=f"FlashAttention {_version(impl)}, which this GPU runs,")
 
 
 def _is_plain(impl: Any) -> bool:
@@ -107,7 +108,8 @@ def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
     path = _BACKENDS.get(stock.get_name())
     shared = resolve_obj_by_qualname(path.format(kv_cache.traits.backend)) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
-        refuse("attention_backend_in_vllm", backend=stock.get_name(), module=stock.__module__)
+        what = f"the attention backend {stock.get_name()} ({stock.__module__})"
+        refuse("attention_backend_in_vllm", what=what)
     if kv_cache.traits.quantized:
         _check_for_cache(layer.impl, kv_cache.traits)
         layer.get_kv_cache_spec = MethodType(partial(_spec, head=kv_cache.vllm_head), layer)

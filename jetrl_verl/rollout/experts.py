@@ -42,14 +42,21 @@ class JetExpertsMethod(FusedMoEMethodBase):
         self.format = formats.get(config.format_name)
         parallel = layer.moe_config.moe_parallel_config
         if parallel.use_ep:
-            refuse("vllm_expert_parallel", key=f"{VLLM}.enable_expert_parallel", value="true", **config.words)
+            refuse(
+                "expert_parallel",
+                precision=config.precision,
+                key=f"{VLLM}.enable_expert_parallel",
+                value="true",
+            )
         if parallel.dp_size > 1:
-            refuse("mixture_over_replicas", key=f"{VLLM}.data_parallel_size", value=parallel.dp_size, **config.words)
+            scope = f"{VLLM}.data_parallel_size={parallel.dp_size}"
+            refuse("mixture_over_replicas", what=f"the mixture of experts {config.path}", scope=scope)
         if parallel.is_sequence_parallel:
             refuse("mixture_split_by_sequence")
         if layer.activation != MoEActivation.SILU:
-            error = f"experts multiply by SiLU, and its activation is {layer.activation.value}"
-            refuse("expert_activation", error=error, **config.words)
+            why = f"experts multiply by SiLU, and its activation is {layer.activation.value}"
+            what = f"the mixture of experts {config.path}"
+            refuse("expert_activation", precision=config.precision, what=what, why=why)
         for wrong, what in (
             (layer.use_grouped_topk or layer.scoring_func != "softmax", "a router other than softmax and top-k"),
             (layer.e_score_correction_bias is not None, "a router with a correction bias"),
@@ -73,8 +80,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
         Raises:
             UnsupportedConfiguration: activations other than BF16.
         """
-        if params_dtype != torch.bfloat16:
-            refuse("vllm_dtype", **self.config.dtype_words(params_dtype))
+        self.config.check_dtype(params_dtype)
         inner = intermediate_size_per_partition
         for name, n, k in (("w13_weight", 2 * inner, hidden_size), ("w2_weight", hidden_size, inner)):
             qdata = torch.empty(num_experts, n, k, dtype=self.format.dtype)
@@ -129,8 +135,9 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
         if not isinstance(routed.quant_method, JetExpertsMethod):
             raise TypeError(f"shared operations: experts are run by {type(routed.quant_method).__name__}, not by ours")
         if self.shared_expert is not None:
-            error = "vLLM's class has a shared expert, and Hugging Face's has none"
-            refuse("shared_expert", error=error, **routed.quant_method.config.words)
+            config, why = routed.quant_method.config, "vLLM's class has a shared expert, and Hugging Face's has none"
+            what = f"the mixture of experts {config.path}"
+            refuse("shared_expert", precision=config.precision, what=what, why=why)
         if self.is_sequence_parallel:
             refuse("mixture_split_by_sequence")
         if self.tp_size > 1 and not ordered:
@@ -161,7 +168,7 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
         UnsupportedConfiguration: a block that the shared operations do not cover.
     """
     if type(block) is not Qwen3MoeSparseMoeBlock:
-        refuse("layer_class_in_vllm", layer=type(block).__name__)
+        refuse("layer_class_in_vllm", what=f"the layer {type(block).__name__}")
     block.__class__ = SharedMixture
     block.check(ordered)
     return block

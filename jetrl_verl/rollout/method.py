@@ -112,7 +112,7 @@ class JetQuantizationConfig(QuantizationConfig):
         """
         if not isinstance(layer, LinearBase | RoutedExperts):
             return None
-        with explained(self.words["path"], self.precision):
+        with explained(self.path, self.precision):
             return self._method_of(layer, prefix)
 
     def _method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
@@ -131,14 +131,15 @@ class JetQuantizationConfig(QuantizationConfig):
         return JetLinearMethod(self)
 
     @property
-    def words(self) -> dict[str, str]:
-        """Fields of this engine for a row of the table of support."""
-        path = getattr(self._hf_config, "_name_or_path", "") or "of this engine"
-        return {"jetrl.precision": self.precision, "path": path}
+    def path(self) -> str:
+        """Of the model, for messages."""
+        return getattr(self._hf_config, "_name_or_path", "") or "of this engine"
 
-    def dtype_words(self, dtype: torch.dtype) -> dict[str, str]:
-        """Fields for the row of a rollout in another dtype."""
-        return {"key": f"{VLLM}.dtype", "value": str(dtype).removeprefix("torch."), **self.words}
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise ``UnsupportedConfiguration`` for activations other than BF16."""
+        if dtype != torch.bfloat16:
+            value = str(dtype).removeprefix("torch.")
+            refuse("rollout_dtype", precision=self.precision, key=f"{VLLM}.dtype", value=value)
 
 
 def _config_class(format_name: str) -> type[JetQuantizationConfig]:
@@ -175,8 +176,7 @@ class JetLinearMethod(LinearMethodBase):
         Raises:
             UnsupportedConfiguration: activations other than BF16.
         """
-        if params_dtype != torch.bfloat16:
-            refuse("vllm_dtype", **self.config.dtype_words(params_dtype))
+        self.config.check_dtype(params_dtype)
         weight_loader = extra_weight_attrs["weight_loader"]
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes

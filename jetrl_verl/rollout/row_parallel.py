@@ -122,7 +122,8 @@ def order_reduction(layer: torch.nn.Module) -> None:
     if type(layer) is not RowParallelLinear or stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
         return
     if not (layer.input_is_parallel and layer.reduce_results):
-        refuse("row_parallel_in_vllm", layer=layer.prefix, ranks=layer.tp_size)
+        over = f"the row-parallel layer {layer.prefix} over {layer.tp_size} GPUs"
+        refuse("row_parallel_in_vllm", what=f"{over}, which does not add its ranks' products itself,")
     layer.__class__ = OrderedRowParallelLinear
 
 

@@ -165,5 +165,5 @@ def share_sampler(model_runner: Any) -> None:
     from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
 
     if type(sampler) is not SharedSamplerV2.__base__:
-        refuse("sampler_in_vllm", sampler=type(sampler).__name__)
+        refuse("sampler_in_vllm", what=f"the sampler {type(sampler).__name__}")
     sampler.__class__ = SharedSamplerV2

@@ -33,8 +33,8 @@ from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 
-_THIS_MODEL = "of this engine"
-"""How messages name the model."""
+_MODEL = "the model of this engine"
+"""The model, in a message about a layer of it."""
 
 
 class _ReadByLinear:
@@ -94,7 +94,7 @@ class _SharedRotary:
             refuse("interleaved_rotary")
         if self.rotary_dim != self.head_size:
             part = f"rotary of {self.rotary_dim} of the {self.head_size} features of a head"
-            refuse("partial_rotary", path=_THIS_MODEL, error=f"the shared operations do not cover {part}")
+            refuse("partial_rotary", what=_MODEL, why=f"the shared operations do not cover {part}")
 
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
         heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
@@ -119,7 +119,7 @@ class SharedLogitsProcessor(LogitsProcessor):
             ("logit_scale", self.scale != 1.0, "scaled logits"),
         ):
             if wrong:
-                refuse(row, path=_THIS_MODEL, error=f"the shared operations do not cover {what}")
+                refuse(row, what=_MODEL, why=f"the shared operations do not cover {what}")
 
     def _get_logits(self, hidden_states, lm_head, embedding_bias):
         """``[N, V]`` FP32 without padding; None on a rank that vLLM does not gather on.
@@ -149,7 +149,7 @@ def _share(module: torch.nn.Module) -> None:
     """Give one module its class of ``_SHARED``, in place."""
     shared = _SHARED.get(type(module))
     if shared is None:
-        refuse("layer_class_in_vllm", layer=type(module).__name__)
+        refuse("layer_class_in_vllm", what=f"the layer {type(module).__name__}")
     module.__class__ = shared
     module.check()
     if isinstance(module, CustomOp):

@@ -23,7 +23,6 @@ from jetrl_verl.config.engine_config import JetFSDPEngineConfig, resolved
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.scopes import ROLLOUT
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.config.vllm_arguments import precision_words
 from jetrl_verl.metrics import hooks
 from jetrl_verl.patches.after_import import when_imported
 from jetrl_verl.patches.checkpoint_tracker import TRACKER
@@ -61,8 +60,8 @@ class JetRolloutConfig(RolloutConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantization is not None:
-            words = {"key": f"{ROLLOUT}.quantization", "value": self.quantization, **precision_words(self.jetrl)}
-            refuse("verls_quantization", **words)
+            key, precision = f"{ROLLOUT}.quantization", self.jetrl.precision
+            refuse("verls_quantization", precision=precision, key=key, value=self.quantization)
         vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
         # verl's trainer builds this config before its first step; in every other process these do nothing.
@@ -79,5 +78,5 @@ class JetRolloutConfig(RolloutConfig):
         """The options of this run."""
         node = (self.custom or {}).get("jetrl")
         if node is None:
-            refuse("class_without_options", name=type(self).__name__, field="custom.jetrl")
+            refuse("class_without_options", what=f"a {type(self).__name__} without custom.jetrl")
         return resolved(node)

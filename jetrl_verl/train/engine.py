@@ -29,7 +29,7 @@ from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing,
 from jetrl_verl.algorithms.shadow import ShadowForwards, from_rank_0
 from jetrl_verl.checkpoint import validation as resume
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
-from jetrl_verl.config.support.scopes import MODEL
+from jetrl_verl.config.environment import padding_words
 from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
@@ -151,8 +151,8 @@ class _JetEngine(ShadowForwards):
         if tokens is not None and output is not None and output.weight.shape[0] > tokens:
             if self.model_config.use_fused_kernels:
                 # The driver refuses this for a model that it can read (config/environment.py).
-                words = {"entries": output.weight.shape[0] - tokens, "path": self.model_config.path}
-                refuse("fused_kernels_of_a_padded_vocabulary", key=f"{MODEL}.use_fused_kernels", **words)
+                words = padding_words(output.weight.shape[0] - tokens, self.model_config.path)
+                refuse("fused_kernels_of_a_padded_vocabulary", **words)
             mask_unused_vocabulary(module, tokens)
 
     def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:

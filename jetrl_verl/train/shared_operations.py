@@ -216,8 +216,8 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     layers = len(decoder.layers)
     norms = 1 + layers * len(family.norms)
     if counts != {"norm": norms, half: layers, "attention": layers}:
-        replaced = {"norms": counts["norm"], "halves": counts[half], "attentions": counts["attention"]}
-        refuse("another_decoder", decoder=type(model).__name__, half=half, layers=layers, **replaced)
+        modules = f"{counts['norm']} norms, {counts[half]} times {half} and {counts['attention']} attention modules"
+        refuse("another_decoder", what=f"a {type(model).__name__} with {modules} in {layers} layers")
     # A router reads the BF16 rows that go along with the qdata.
     fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
     for layer in decoder.layers:

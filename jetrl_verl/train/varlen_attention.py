@@ -81,9 +81,9 @@ def attend(
         UnsupportedConfiguration: an option that this attention does not support.
     """
     if dropout:
-        refuse("varlen_dropout", path=_path(module), rate=dropout)
+        refuse("varlen_dropout", what=f"the model {_path(module)} with attention_dropout={dropout}")
     if sliding_window is not None:
-        refuse("varlen_sliding_window", path=_path(module))
+        refuse("varlen_sliding_window", what=f"the model {_path(module)}, whose layers attend to windows,")
     if softcap or s_aux is not None:
         refuse("varlen_scores")
     if prefix_grouper is not None:
@@ -107,7 +107,7 @@ def attend(
         dtype = torch.get_autocast_dtype("cuda")
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (query, key, value))
     if what := without_kernel(q, k, v):
-        refuse("varlen_operands", what=what)
+        refuse("varlen_operands", what=f"attention with {what}")
     scale = head_dim**-0.5 if scaling is None else scaling
     if packing.tokens is None:
         out = varlen_attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, scale)

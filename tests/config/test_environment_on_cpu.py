@@ -291,12 +291,12 @@ def test_a_mixture_of_experts_is_checked(model_folder):
 @pytest.mark.parametrize("key", REPLICAS)
 def test_a_mixture_over_the_replicas_of_one_server_is_refused(model_folder, key):
     folder = str(model_folder(**MIXTURE))
-    check_replicas(folder, key, 1, "jet_fp8")
-    check_replicas(str(model_folder()), key, 2, "jet_fp8")
+    check_replicas(folder, key, 1)
+    check_replicas(str(model_folder()), key, 2)
     folder = str(model_folder(**MIXTURE))
-    assert refusal(check_replicas, folder, key, 2, "jet_fp8") == (
+    assert refusal(check_replicas, folder, key, 2) == (
         f"the mixture of experts {folder} is not supported with {key}=2: vLLM deals experts over the replicas of one "
-        f"server, and here they are whole on every rank. Set {key}=1, which starts a server for each replica."
+        f"server, and here they are whole on every rank. Set it to 1, which starts a server for each replica."
     )
 
 

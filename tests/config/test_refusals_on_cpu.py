@@ -1,385 +1,262 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that a precision does not support: each is refused at composition, in the words a user will read."""
+"""Configurations that a precision does not support, composed as a user would, and their neighbours that are."""
+
+import copy
+import json
+import math
+import re
+from functools import cache
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config
+from jetrl_verl.config.check import reader
+from jetrl_verl.config.operations import resolve_operations
+from jetrl_verl.config.support import algorithms
+from jetrl_verl.config.support.operations import SHARED_ROWS
+from jetrl_verl.config.support.options import OPTION_ROWS
+from jetrl_verl.config.support.scopes import (
+    ACTOR,
+    ATTENTION,
+    CALIBRATED_LOSSES,
+    CORRECTION,
+    LOSS,
+    MODEL,
+    OR_STOCK,
+    POLICY_LOSS,
+    RATIO_LOSSES,
+    ROLLOUT,
+    TENSOR_PARALLEL,
+    VLLM,
+)
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, row, stock_because
 
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-ROLLOUT = "actor_rollout_ref.rollout"
-MODEL = "actor_rollout_ref.model"
-VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
-
-# overrides -> what is not supported, as the user types it, and what to set
-REFUSED = [
-    (["model_engine=megatron"], f"{ACTOR}.strategy=megatron", f"model_engine=dp, or {ACTOR}.strategy=fsdp2."),
-    (["model_engine=veomni"], f"{ACTOR}.strategy=veomni", f"model_engine=dp, or {ACTOR}.strategy=fsdp2."),
-    (["model_engine=torchtitan"], f"{ACTOR}.strategy=torchtitan", f"model_engine=dp, or {ACTOR}.strategy=fsdp2."),
-    ([f"{ACTOR}.strategy=fsdp_turbo"], f"{ACTOR}.strategy=fsdp_turbo", "model_engine=dp"),
-    ([f"{ACTOR}.strategy=automodel"], f"{ACTOR}.strategy=automodel", "model_engine=dp"),
-    ([f"{REF}.strategy=megatron"], f"{REF}.strategy=megatron", f"model_engine=dp, or {REF}.strategy=fsdp2."),
-    (
-        ["jetrl.critic=fp8", "critic.strategy=megatron"],
-        "critic.strategy=megatron",
-        "model_engine=dp, or critic.strategy=fsdp2.",
-    ),
-    ([f"{ROLLOUT}.name=sglang"], f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.name=vllm, or precision=bf16."),
-    ([f"{ROLLOUT}.name=trtllm"], f"{ROLLOUT}.name=trtllm", f"{ROLLOUT}.name=vllm, or precision=bf16."),
-    ([f"{ROLLOUT}.name=hf"], f"{ROLLOUT}.name=hf", f"{ROLLOUT}.name=vllm, or precision=bf16."),
-    ([f"{MODEL}.lora_rank=32"], f"{MODEL}.lora_rank=32", f"{MODEL}.lora_rank=0, or precision=bf16."),
-    ([f"{MODEL}.lora.rank=32"], f"{MODEL}.lora.rank=32", f"{MODEL}.lora.rank=0, or precision=bf16."),
-    ([f"{MODEL}.lora_adapter_path=/a"], f"{MODEL}.lora_adapter_path=/a", f"{MODEL}.lora_adapter_path=null"),
-    ([f"{MODEL}.lora.adapter_path=/a"], f"{MODEL}.lora.adapter_path=/a", f"{MODEL}.lora.adapter_path=null"),
-    ([f"{MODEL}.mtp.enable=true"], f"{MODEL}.mtp.enable=true", f"{MODEL}.mtp.enable=false, or precision=bf16."),
-    ([f"{ACTOR}.qat.enable=true"], f"{ACTOR}.qat.enable=true", f"{ACTOR}.qat.enable=false."),
-    (
-        [f"{ACTOR}.fsdp_config.qat.enable=true"],
-        f"{ACTOR}.fsdp_config.qat.enable=true",
-        f"{ACTOR}.fsdp_config.qat.enable=false.",
-    ),
-    ([f"{ROLLOUT}.qat={{enable:true}}"], f"{ROLLOUT}.qat.enable=true", f"{ROLLOUT}.qat.enable=false."),
-    (
-        [f"{ACTOR}.fsdp_config.dtype=float16"],
-        f"{ACTOR}.fsdp_config.dtype=float16",
-        f"{ACTOR}.fsdp_config.dtype=bfloat16.",
-    ),
-    (
-        [f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"],
-        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16",
-        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=bfloat16.",
-    ),
-    (
-        [f"{ACTOR}.fsdp_config.model_dtype=fp16"],
-        f"{ACTOR}.fsdp_config.model_dtype=fp16",
-        f"{ACTOR}.fsdp_config.model_dtype=fp32.",
-    ),
-    ([f"{ROLLOUT}.quantization=fp8"], f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization=null, or precision=bf16"),
-    (
-        [f"{ROLLOUT}.quantization_config_file=q.json"],
-        f"{ROLLOUT}.quantization_config_file=q.json",
-        f"{ROLLOUT}.quantization_config_file=null",
-    ),
-    ([f"+{VLLM}.quantization=fp8"], f"{VLLM}.quantization", f"{VLLM}.quantization=null, or precision=bf16."),
-    (
-        [f"+{VLLM}.hf_overrides.quantization_config.quant_method=fp8"],
-        f"{VLLM}.hf_overrides.quantization_config",
-        f"{VLLM}.hf_overrides.quantization_config=null, or precision=bf16.",
-    ),
-    (
-        [f"+{VLLM}.worker_extension_cls=my.Extension"],
-        f"{VLLM}.worker_extension_cls",
-        f"{VLLM}.worker_extension_cls=null, or precision=bf16.",
-    ),
-    ([f"+{VLLM}.hf_overrides=nonsense"], f"{VLLM}.hf_overrides=nonsense", f"{VLLM}.hf_overrides to a mapping"),
-    ([f"+{VLLM}.dtype=float16"], f"{VLLM}.dtype=float16", f"{VLLM}.dtype=bfloat16."),
-    ([f"+{VLLM}.load_format=safetensors"], f"{VLLM}.load_format=safetensors", f"{VLLM}.load_format=dummy."),
-    ([f"+{VLLM}.pipeline_parallel_size=2"], f"{VLLM}.pipeline_parallel_size=2", f"{VLLM}.pipeline_parallel_size=1."),
-    (
-        [f"+{VLLM}.enable_expert_parallel=true"],
-        f"{VLLM}.enable_expert_parallel=true",
-        f"{VLLM}.enable_expert_parallel=false.",
-    ),
-    ([f"+{VLLM}.kv_cache_dtype=fp8"], f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.kv_cache_dtype=auto."),
-    (
-        [f"+{VLLM}.tensor_parallel_size=4"],
-        f"{VLLM}.tensor_parallel_size=4",
-        f"{ROLLOUT}.tensor_model_parallel_size=4.",
-    ),
-    ([f"{ROLLOUT}.dtype=float16"], f"{ROLLOUT}.dtype=float16", f"{ROLLOUT}.dtype=bfloat16."),
-    ([f"{ROLLOUT}.load_format=auto"], f"{ROLLOUT}.load_format=auto", f"{ROLLOUT}.load_format=dummy."),
-    (
-        [f"{ROLLOUT}.pipeline_model_parallel_size=2"],
-        f"{ROLLOUT}.pipeline_model_parallel_size=2",
-        f"{ROLLOUT}.pipeline_model_parallel_size=1.",
-    ),
-    (
-        [f"{ROLLOUT}.expert_parallel_size=2"],
-        f"{ROLLOUT}.expert_parallel_size=2",
-        f"{ROLLOUT}.expert_parallel_size=1.",
-    ),
-    (
-        [f"+{VLLM}.enable_return_routed_experts=true"],
-        f"{VLLM}.enable_return_routed_experts=true",
-        f"{VLLM}.enable_return_routed_experts=false.",
-    ),
-    *(
-        ([f"+{node}.router_replay.mode=R3"], f"{node}.router_replay.mode=R3", f"{node}.router_replay.mode=disabled.")
-        for node in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", ACTOR)
-    ),
-    (
-        [f"{ROLLOUT}.enable_rollout_routing_replay=true"],
-        f"{ROLLOUT}.enable_rollout_routing_replay=true",
-        f"{ROLLOUT}.enable_rollout_routing_replay=false.",
-    ),
-    (
-        [f"{ROLLOUT}.disaggregation.enabled=true"],
-        f"{ROLLOUT}.disaggregation.enabled=true",
-        f"{ROLLOUT}.disaggregation.enabled=false.",
-    ),
-    (
-        [f"{ROLLOUT}.checkpoint_engine.backend=nccl"],
-        f"{ROLLOUT}.checkpoint_engine.backend=nccl",
-        f"{ROLLOUT}.checkpoint_engine.backend=naive.",
-    ),
-    (
-        [f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"],
-        f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded",
-        f"{ROLLOUT}.checkpoint_engine.backend=naive.",
-    ),
-    (
-        [f"+{ROLLOUT}.checkpoint_manager_class=my.Manager"],
-        f"{ROLLOUT}.checkpoint_manager_class=my.Manager",
-        f"{ROLLOUT}.checkpoint_manager_class=null.",
-    ),
-    ([f"{ROLLOUT}.nnodes=1"], f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.nnodes=0."),
-    (
-        ["actor_rollout_ref.hybrid_engine=false"],
-        "actor_rollout_ref.hybrid_engine=false",
-        "actor_rollout_ref.hybrid_engine=true.",
-    ),
-    (
-        ["trainer.v1.trainer_mode=separate_async"],
-        "trainer.v1.trainer_mode=separate_async",
-        "trainer.v1.trainer_mode=sync.",
-    ),
-    (["trainer.use_v1=false"], "trainer.use_v1=false", "trainer.use_v1=true."),
-    (["trainer.use_v1=0"], "trainer.use_v1=0", "trainer.use_v1=true."),
-    (["trainer.device=npu"], "trainer.device=npu", "trainer.device=cuda, or precision=bf16."),
-    (
-        [f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"],
-        f"{ACTOR}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig",
-        f"{ACTOR}.fsdp_config._target_=jetrl_verl.targets.configs.JetWorkerEngineConfig.",
-    ),
-    (
-        [f"{ROLLOUT}._target_=verl.workers.config.RolloutConfig"],
-        f"{ROLLOUT}._target_=verl.workers.config.RolloutConfig",
-        f"{ROLLOUT}._target_=jetrl_verl.targets.configs.JetRolloutConfig.",
-    ),
-    (
-        ["critic.fsdp._target_=verl.workers.config.FSDPEngineConfig"],
-        "critic.fsdp._target_=verl.workers.config.FSDPEngineConfig",
-        "critic.fsdp._target_=jetrl_verl.targets.configs.JetWorkerEngineConfig.",
-    ),
-    ([f"{ROLLOUT}.custom=null"], f"{ROLLOUT}.custom.jetrl=null", f"{ROLLOUT}.custom.jetrl=${{jetrl}}."),
-    (
-        [f"{ACTOR}.fsdp_config.jetrl=null"],
-        f"{ACTOR}.fsdp_config.jetrl=null",
-        f"{ACTOR}.fsdp_config.jetrl=${{jetrl}}.",
-    ),
-    (["jetrl.scale_rule=ue8m0"], "jetrl.scale_rule=ue8m0", "jetrl.scale_rule to one of fp32, pow2."),
-    (["jetrl.contract_check=1"], "jetrl.contract_check=1", "jetrl.contract_check to one of true, false."),
-    (["jetrl.unfit_layers=ignore"], "jetrl.unfit_layers=ignore", "jetrl.unfit_layers to one of stop, skip."),
-    (["jetrl.train=bf16"], "jetrl.train=bf16", "precision=fp8_rollout."),
-    (["jetrl.precision=fp8_rollout"], "jetrl.train=fp8", "precision=jet_fp8."),
-    (
-        [f"{ROLLOUT}.calculate_log_probs=false", "algorithm.rollout_correction.rollout_is=token"],
-        "algorithm.rollout_correction.rollout_is=token",
-        f"{ROLLOUT}.calculate_log_probs=true.",
-    ),
-    (
-        [f"{ROLLOUT}.calculate_log_probs=false", "algorithm.rollout_correction.rollout_rs=token_k1"],
-        "algorithm.rollout_correction.rollout_rs=token_k1",
-        f"{ROLLOUT}.calculate_log_probs=true.",
-    ),
-    ([f"+{VLLM}.enable_lora=true"], f"{VLLM}.enable_lora=true", f"{VLLM}.enable_lora=false."),
-    (
-        [f"+{VLLM}.speculative_config={{method:ngram}}"],
-        f"{VLLM}.speculative_config={{'method': 'ngram'}}",
-        f"{VLLM}.speculative_config=null.",
-    ),
-    ([f"+{REF}.qat.enable=true"], f"{REF}.qat.enable=true", f"{REF}.qat.enable=false."),
-    ([f"{REF}.fsdp_config.dtype=float16"], f"{REF}.fsdp_config.dtype=float16", f"{REF}.fsdp_config.dtype=bfloat16."),
-    (
-        [f"{REF}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig"],
-        f"{REF}.fsdp_config._target_=verl.workers.config.FSDPEngineConfig",
-        f"{REF}.fsdp_config._target_=jetrl_verl",
-    ),
-    ([f"{REF}.fsdp_config.jetrl=null"], f"{REF}.fsdp_config.jetrl=null", f"{REF}.fsdp_config.jetrl=${{jetrl}}."),
-    (["critic.fsdp.jetrl=null"], "critic.fsdp.jetrl=null", "critic.fsdp.jetrl=${jetrl}."),
-    (["jetrl.rollout=bf16"], "jetrl.rollout=bf16", "jetrl.rollout=fp8."),
-    (["jetrl.train=bf16", "jetrl.rollout=bf16"], "jetrl.rollout=bf16", "precision=bf16, or precision=bf16_shared,"),
-    (["+jetrl.scales=fp32"], "jetrl.scales", "one of precision, train, rollout, scale_rule"),
-]
+SENTENCE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
+ONE_GPU = f"{TENSOR_PARALLEL}=1"
 
 
-def check_shape(message: str, what: str, remedy: str) -> None:
-    """One shape: ``X is not supported with Y: why. Set Z.``"""
-    assert message.startswith(f"{what} is not supported with "), message
-    assert f". Set {remedy}" in message and message.endswith(".") and "\n" not in message, message
+@cache
+def composed(*overrides: str):
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return hydra_compose("ppo_trainer", overrides=list(overrides))
 
 
-@pytest.mark.parametrize(("overrides", "what", "remedy"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
-def test_refused(compose, overrides, what, remedy):
+@cache
+def check_accepted(overrides: tuple[str, ...]) -> None:
+    check_config(composed(*overrides))
+
+
+def changed(overrides: tuple[str, ...], settings: dict):
+    """A composed configuration with settings that composition would have refused."""
+    config = copy.deepcopy(composed(*overrides))
+    for key, value in settings.items():
+        OmegaConf.update(config, key, value, merge=False, force_add=True)
+    return config
+
+
+# --- every row -------------------------------------------------------------------------------------------------------
+
+SETTINGS = [(tried, key) for tried in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in tried.keys]
+
+
+@pytest.mark.parametrize(("tried", "key"), SETTINGS, ids=[f"{tried.name}-{key}" for tried, key in SETTINGS])
+def test_a_setting_of_a_row_is_refused_with_its_message(tried, key):
+    check_accepted(tried.scope.example)
+    config = changed(tried.scope.example, {**tried.needs, key: tried.settings[key].example})
+    with pytest.raises(UnsupportedConfiguration) as refused:
+        check_config(config)
+    words = next((met for met in tried.met(reader(config)) if met["key"] == key), None)
+    if words is None:  # compared with the precision's value where vLLM's arguments are put together
+        assert tried.name == "vllm_arguments"
+        words = {"key": key, "value": tried.settings[key].example}
+    assert str(refused.value) == tried.message(reader(config), **words)
+    assert SENTENCE.fullmatch(str(refused.value))
+    assert str(refused.value).startswith(f"{key.replace('jetrl.precision', 'precision')}={words['value']} is not")
+
+
+@pytest.mark.parametrize(
+    ("tried", "key"), [(tried, key) for tried in SHARED_ROWS for key in tried.keys], ids=lambda value: str(value)[-40:]
+)
+def test_what_the_shared_operations_cannot_do_makes_auto_stock(tried, key, capsys):
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: tried.settings[key].example})
+    check_config(config)
+    (clause,) = stock_because(reader(config))
+    resolve_operations(config)
+    assert config.jetrl.operations == "stock" and f"auto is stock, since {clause}." in capsys.readouterr().err
+    check_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "value"),
+    [
+        ("fusions_of_reductions", "compilation_config", {"pass_config": {"enable_sp": True}}),
+        ("attention_backend", "attention_config", {"flash_attn_version": 2}),
+        ("speculation", "speculative_config", {"method": "ngram"}),
+    ],
+)
+def test_an_argument_of_vllm_given_as_json_is_read_like_the_mapping(name, argument, value):
+    example = row(name).scope.example
+    messages = []
+    for form in (value, json.dumps(value)):
+        with pytest.raises(UnsupportedConfiguration) as refused:
+            check_config(changed(example, {f"{VLLM}.{argument}": form}))
+        messages.append(str(refused.value))
+    assert len(set(messages)) == 1 and f"{VLLM}.{argument}" in messages[0]
+    for harmless in ({}, "{}", None):
+        check_config(changed(example, {f"{VLLM}.{argument}": harmless}))
+
+
+# --- sentences as a user reads them, at the command line --------------------------------------------------------------
+
+JET, SHARED, EXACT = "precision=jet_fp8", "precision=bf16_shared", f"precision=jet_fp8_exact {ONE_GPU}"
+SENTENCES = {
+    f"{JET} model_engine=megatron": f"{ACTOR}.strategy=megatron is not supported with precision=jet_fp8: training runs "
+    f"under FSDP. Set {ACTOR}.strategy=fsdp2 with model_engine=dp.",
+    f"precision=fp8_rollout_tis {ROLLOUT}.name=sglang": f"{ROLLOUT}.name=sglang is not supported with "
+    f"precision=fp8_rollout_tis: the rollout runs in vLLM. Set {ROLLOUT}.name=vllm, or precision=bf16.",
+    f"{JET} +{VLLM}.tensor_parallel_size=4": f"{VLLM}.tensor_parallel_size=4 is not supported with precision=jet_fp8: "
+    f"the trainer reads the rollout's, which says which layers fit. Set {TENSOR_PARALLEL} instead.",
+    f"{EXACT} {ROLLOUT}.top_p=0.95": f"{ROLLOUT}.top_p=0.95 is not supported with jetrl.operations=shared: the "
+    f"trainer's softmax is whole. Set {ROLLOUT}.top_p=1, or {OR_STOCK}.",
+    f"{JET} jetrl.scale_rule=ue8m0": "jetrl.scale_rule=ue8m0 is not supported with any precision. Set jetrl.scale_rule "
+    "to one of fp32, pow2.",
+    f"{JET} jetrl.contract_check=1": "jetrl.contract_check=1 is not supported with any precision. Set "
+    "jetrl.contract_check to one of true, false.",
+    f"{JET} +jetrl.scales=fp32": "jetrl.scales is not supported with any precision: there is no such option. Set "
+    f"one of {', '.join(JetConfig.__dataclass_fields__)}.",
+    "+jetrl.scale_rule=pow2": "an option of the jetrl node is not supported with precision=bf16. Set precision="
+    "<bf16_shared|fp8_rollout|fp8_rollout_tis|int8_rollout|int8_rollout_tis|qurl_fp8|qurl_int8|jet_fp8|jet_fp8_exact>.",
+    f"{JET} jetrl.rollout=bf16": "jetrl.rollout=bf16 is not supported with jetrl.train=fp8: it would sample from "
+    "another policy than it trains. Set jetrl.rollout=fp8.",
+}
+
+
+@pytest.mark.parametrize("words", SENTENCES)
+def test_the_sentence_at_the_command_line(compose, words):
     with pytest.raises(ConfigCompositionException) as refused:
-        compose("precision=jet_fp8", *overrides)
-    check_shape(str(refused.value), what, remedy)
-
-
-@pytest.mark.parametrize("precision", ["fp8_rollout", "fp8_rollout_tis"])
-def test_the_sentence_names_the_chosen_precision(compose, precision):
-    with pytest.raises(
-        ConfigCompositionException,
-        match=f"name=sglang is not supported with precision={precision}: the rollout runs in vLLM",
-    ):
-        compose(f"precision={precision}", f"{ROLLOUT}.name=sglang")
+        compose(*words.split())
+    assert str(refused.value) == SENTENCES[words]
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("precision", "settings", "other"),
     [
-        [f"{ACTOR}.strategy=fsdp2", f"{REF}.strategy=fsdp2", "critic.strategy=fsdp2"],
-        ["critic.strategy=megatron"],
-        [f"{ACTOR}.fsdp_config.model_dtype=bf16"],
-        [f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:bf16,reduce_dtype:fp32}}"],
-        [f"+{VLLM}.kv_cache_dtype=auto", f"+{VLLM}.enforce_eager=true", f"+{VLLM}.tensor_parallel_size=2"],
-        [f"+{VLLM}.hf_overrides='{{\"rope_theta\": 1e6}}'"],
-        ["trainer.v1.trainer_mode=colocate_async"],
-        ["jetrl.backward=bf16", "jetrl.unfit_layers=skip", "jetrl.ref=fp8", "jetrl.critic=fp8"],
-    ],
-    ids=" ".join,
-)
-def test_accepted(compose, overrides):
-    assert "jetrl" in compose("precision=jet_fp8", *overrides)
-
-
-@pytest.mark.parametrize(
-    ("precision", "rollout", "other"),
-    [
-        ("int8_rollout", "fp8", "fp8_rollout"),
-        ("int8_rollout_tis", "fp8", "fp8_rollout_tis"),
-        ("qurl_int8", "fp8", "qurl_fp8"),
-        ("fp8_rollout", "int8", "int8_rollout"),
-        ("fp8_rollout_tis", "int8", "int8_rollout_tis"),
-        ("qurl_fp8", "int8", "qurl_int8"),
+        ("int8_rollout", {"rollout": "fp8"}, "fp8_rollout"),
+        ("int8_rollout_tis", {"rollout": "fp8"}, "fp8_rollout_tis"),
+        ("qurl_fp8", {"rollout": "int8"}, "qurl_int8"),
+        ("bf16_shared", {"rollout": "int8"}, "int8_rollout"),
+        ("jet_fp8", {"train": "bf16"}, "fp8_rollout"),
+        ("jet_fp8", {"train": "bf16", "rollout": "int8"}, "int8_rollout"),
+        ("fp8_rollout", {"train": "fp8"}, "jet_fp8"),
+        ("fp8_rollout", {"rollout": "bf16"}, "bf16"),
     ],
 )
-def test_a_rollout_in_another_format_has_another_name(compose, precision, rollout, other):
-    sentence = (
-        f"jetrl.rollout={rollout} is not supported with precision={precision}: that is another precision. "
-        f"Set precision={other}."
+def test_formats_that_another_precision_has_name_it(compose, precision, settings, other):
+    options = [f"jetrl.{name}={value}" for name, value in settings.items()]
+    with pytest.raises(ConfigCompositionException) as refused:
+        compose(f"precision={precision}", *options)
+    message = (
+        f"{options[0]} is not supported with precision={precision}: that is another precision. Set precision={other}"
     )
-    with pytest.raises(ConfigCompositionException) as refused:
-        compose(f"precision={precision}", f"jetrl.rollout={rollout}")
-    assert str(refused.value) == sentence
-    assert compose(f"precision={other}").jetrl.rollout == rollout
+    assert str(refused.value).startswith(message)
 
 
-def test_training_in_another_format_has_the_name_of_its_rollout(compose):
-    with pytest.raises(
-        ConfigCompositionException, match="jetrl.train=bf16 is not supported.* Set precision=int8_rollout."
-    ):
-        compose("precision=jet_fp8", "jetrl.train=bf16", "jetrl.rollout=int8")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "what", "remedy"),
-    [
-        (["jetrl.operations=stock"], "jetrl.operations=stock", "precision=bf16."),
-        (["jetrl.operations=auto"], "jetrl.operations=auto", "precision=bf16."),
-        (["jetrl.rollout=fp8"], "jetrl.rollout=fp8", "precision=fp8_rollout."),
-        (["jetrl.rollout=int8"], "jetrl.rollout=int8", "precision=int8_rollout."),
-        (["jetrl.train=fp8"], "jetrl.rollout=bf16", "jetrl.rollout=fp8."),
-        (["jetrl.scale_rule=pow2"], "jetrl.scale_rule=pow2", "jetrl.scale_rule=fp32."),
-        (["jetrl.unfit_layers=skip"], "jetrl.unfit_layers=skip", "jetrl.unfit_layers=stop."),
-        (["jetrl.invariant_scaling=1.5"], "jetrl.invariant_scaling=1.5", "jetrl.invariant_scaling=1."),
-        (["jetrl.backward=bf16"], "jetrl.backward=bf16", "jetrl.backward=fp8, or precision=jet_fp8."),
-        (["clip=calibrated"], "jetrl.train=bf16", "precision=jet_fp8, or jetrl.clip=fixed."),
-        ([f"{ROLLOUT}.top_p=0.9"], f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1, or precision=jet_fp8"),
-        ([f"+{VLLM}.quantization=jetrl_fp8"], f"{VLLM}.quantization", f"{VLLM}.quantization=null, or precision=bf16."),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_bf16_shared_is_bf16_linears_and_shared_operations(compose, overrides, what, remedy):
-    with pytest.raises(ConfigCompositionException) as refused:
-        compose("precision=bf16_shared", *overrides)
-    check_shape(str(refused.value), what, remedy)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [f"{ROLLOUT}.tensor_model_parallel_size=4"],
-        ["jetrl.ref=fp8", "jetrl.scale_rule=pow2", "jetrl.unfit_layers=skip"],
-        ["correction=adaptive"],
-    ],
-    ids=" ".join,
-)
-def test_accepted_beside_bf16_linears(compose, overrides):
-    options = compose("precision=bf16_shared", *overrides).jetrl
-    assert (options.train, options.rollout, options.operations) == ("bf16", "bf16", "shared")
-
-
-def test_backward_speaks_about_something_that_trains_in_fp8(compose):
-    with pytest.raises(
-        ConfigCompositionException, match="jetrl.backward=bf16 is not supported.*no model trains in FP8"
-    ):
-        compose("precision=fp8_rollout", "jetrl.backward=bf16")
-    assert "jetrl" in compose("precision=fp8_rollout", "jetrl.backward=bf16", "jetrl.critic=fp8")
-
-
-ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
-
-REFUSED_EXACT = [
-    ([f"{ROLLOUT}.top_p=0.95"], f"{ROLLOUT}.top_p=0.95", f"{ROLLOUT}.top_p=1, or precision=jet_fp8"),
-    ([f"{ROLLOUT}.temperature=0"], f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=1, or precision=jet_fp8"),
-    (
-        [f"{ROLLOUT}.calculate_log_probs=false"],
-        f"{ROLLOUT}.calculate_log_probs=false",
-        f"{ROLLOUT}.calculate_log_probs=true.",
-    ),
-    (
-        ["trainer.v1.trainer_mode=colocate_async"],
-        "trainer.v1.trainer_mode=colocate_async",
-        "trainer.v1.trainer_mode=sync.",
-    ),
-    ([f"{MODEL}.use_liger=true"], f"{MODEL}.use_liger=true", f"{MODEL}.use_liger=false, or precision=jet_fp8"),
-    (
-        [f"+{VLLM}.attention_config.flash_attn_version=2"],
-        f"{VLLM}.attention_config={{'flash_attn_version': 2}}",
-        f"{VLLM}.attention_config=null",
-    ),
-    ([f"+{VLLM}.kv_cache_dtype=fp8"], f"{VLLM}.kv_cache_dtype=fp8", f"{VLLM}.kv_cache_dtype=auto."),
-    (["jetrl.unfit_layers=skip"], "jetrl.unfit_layers=skip", "jetrl.unfit_layers=stop."),
-    (["jetrl.operations=stock"], "jetrl.operations=stock", "jetrl.operations=shared, or precision=jet_fp8."),
-    (["jetrl.operations=auto"], "jetrl.operations=auto", "jetrl.operations=shared, or precision=jet_fp8."),
-    (["jetrl.operations=liger"], "jetrl.operations=liger", "jetrl.operations to one of auto, stock, shared."),
+# Values of a setting that its row does not name; all rows are tested above.
+ALSO_REFUSED = [
+    (JET, f"{ACTOR}.strategy=automodel"),
+    (JET, "trainer.use_v1=0"),
+    (JET, f"{ROLLOUT}.checkpoint_engine.backend=delta_sharded"),
+    (JET, f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16"),
+    (JET, f"+{VLLM}.hf_overrides.quantization_config.quant_method=fp8"),
+    (JET, f"{ROLLOUT}.custom=null"),
+    (SHARED, "jetrl.operations=auto"),
+    (SHARED, "jetrl.train=fp8"),
+    (SHARED, "clip=calibrated"),
+    (SHARED, f"+{VLLM}.quantization=jetrl_fp8"),
+    (EXACT, "jetrl.operations=auto"),
+    (EXACT, f"+{VLLM}.kv_cache_dtype=fp8"),
+    ("precision=qurl_int8", f"{LOSS}=gspo"),
 ]
-"""What the shared operations do not cover, one of a kind; all of it: test_support_on_cpu.py."""
 
 
-@pytest.mark.parametrize(("overrides", "what", "remedy"), REFUSED_EXACT, ids=[" ".join(o[0]) for o in REFUSED_EXACT])
-def test_refused_where_log_probabilities_are_to_be_equal(compose, overrides, what, remedy):
+@pytest.mark.parametrize(("precision", "override"), ALSO_REFUSED)
+def test_further_values_are_refused(compose, precision, override):
     with pytest.raises(ConfigCompositionException) as refused:
-        compose("precision=jet_fp8_exact", ONE_GPU, *overrides)
-    check_shape(str(refused.value), what, remedy)
+        compose(*precision.split(), override)
+    assert SENTENCE.fullmatch(str(refused.value))
 
 
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [f"{ROLLOUT}.temperature=0.6", "jetrl.scale_rule=pow2", "jetrl.backward=bf16"],
-        [f"{ROLLOUT}.val_kwargs.top_p=0.7", f"{ROLLOUT}.val_kwargs.temperature=0"],
-        [f"+{VLLM}.attention_backend=FLASH_ATTN", f"+{VLLM}.max_num_seqs=64"],
-        [f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.enforce_eager=false"],
-        [f"{MODEL}.use_remove_padding=true", f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.strategy=fsdp2"],
-    ],
-    ids=" ".join,
-)
-def test_accepted_where_log_probabilities_are_to_be_equal(compose, overrides):
-    assert compose("precision=jet_fp8_exact", ONE_GPU, *overrides).jetrl.operations == "shared"
+ACCEPTED = [
+    (JET, f"{ACTOR}.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2 critic.strategy=fsdp2"),
+    (JET, "critic.strategy=megatron"),
+    (JET, f"{ACTOR}.fsdp_config.model_dtype=bf16"),
+    (JET, f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:bf16,reduce_dtype:fp32}}"),
+    (JET, f"+{VLLM}.kv_cache_dtype=auto +{VLLM}.enforce_eager=true +{VLLM}.tensor_parallel_size=2"),
+    (JET, f"+{VLLM}.hf_overrides='{{\"rope_theta\":1e6}}'"),
+    (JET, "trainer.v1.trainer_mode=colocate_async"),
+    (JET, "jetrl.backward=bf16 jetrl.unfit_layers=skip jetrl.ref=fp8 jetrl.critic=fp8"),
+    ("precision=fp8_rollout", "jetrl.backward=bf16 jetrl.critic=fp8"),
+    (SHARED, f"{ROLLOUT}.tensor_model_parallel_size=4"),
+    (SHARED, "jetrl.ref=fp8 jetrl.scale_rule=pow2 jetrl.unfit_layers=skip"),
+    (SHARED, "correction=adaptive"),
+    (EXACT, f"{ROLLOUT}.temperature=0.6 jetrl.scale_rule=pow2 jetrl.backward=bf16"),
+    (EXACT, f"{ROLLOUT}.val_kwargs.top_p=0.7 {ROLLOUT}.val_kwargs.temperature=0"),
+    (EXACT, f"+{VLLM}.attention_backend=FLASH_ATTN +{VLLM}.max_num_seqs=64"),
+    (EXACT, f"{ROLLOUT}.data_parallel_size=2 {ROLLOUT}.enforce_eager=false"),
+    (EXACT, f"{MODEL}.use_remove_padding=true {ACTOR}.use_dynamic_bsz=true {ACTOR}.strategy=fsdp2"),
+    ("precision=qurl_fp8", f"{LOSS}={RATIO_LOSSES[0]} {CORRECTION}.rollout_is_threshold='1e9'"),
+]
 
 
-def test_options_without_a_precision_are_refused(compose):
-    with pytest.raises(ConfigCompositionException, match="Set precision=<fp8_rollout|fp8_rollout_tis|jet_fp8>"):
-        compose("+jetrl.scale_rule=pow2")
+@pytest.mark.parametrize(("precision", "overrides"), ACCEPTED)
+def test_accepted(compose, precision, overrides):
+    assert "jetrl" in compose(*precision.split(), *overrides.split())
 
 
-def test_check_config_serves_programs_too(compose):
-    config = compose("precision=jet_fp8")
+@pytest.mark.parametrize("attention", [None, "flash_attention_2", "jetrl_varlen"])
+def test_ulysses_is_supported_where_ranks_exchange_tokens(attention):
+    word = () if attention is None else (f"+{ATTENTION}={attention}",)
+    (actor, *_) = row("ulysses_without_exchange").keys
+    check_config(changed((JET, "jetrl.operations=stock", *word), {actor: 2}))
+
+
+# --- losses and clipping ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threshold", [0, -2.0, math.inf, math.nan, True, "2"], ids=repr)
+def test_weights_are_truncated_at_a_positive_number(threshold):
+    """At 0 every weight is 0, and below it every gradient points the other way."""
+    key = f"{POLICY_LOSS}.is_threshold"
+    with pytest.raises(UnsupportedConfiguration, match=re.escape(f"{key}=")):
+        check_config(changed(("precision=qurl_fp8",), {key: threshold}))
+    for positive in (1, 0.5, 8.0):
+        check_config(changed(("precision=qurl_fp8",), {key: positive}))
+
+
+def test_every_calibrated_loss_clips_several_updates_of_a_batch():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    from jetrl_verl.algorithms import losses
+
+    clipped = (JET, "jetrl.operations=stock", "clip=calibrated")
+    for loss in set(CALIBRATED_LOSSES) - set(RATIO_LOSSES):
+        check_config(changed(clipped, {LOSS: loss}))
+    check_config(changed(clipped, {f"{ACTOR}.ppo_mini_batch_size": 1024, f"{ACTOR}.ppo_epochs": 2}))
+    assert set(CALIBRATED_LOSSES) <= set(POLICY_LOSS_REGISTRY)
+    # The rows name a bound that importing would cost verl.
+    assert losses.UNTRUNCATED < algorithms._UNTRUNCATED < losses.UNTRUNCATED * 1.002
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def test_check_config_works_for_programs_too(compose):
+    config = compose(JET)
     check_config(config)
     OmegaConf.update(config, f"{ROLLOUT}.name", "sglang")
     with pytest.raises(UnsupportedConfiguration, match=f"Set {ROLLOUT}.name=vllm, or precision=bf16"):
@@ -388,7 +265,7 @@ def test_check_config_serves_programs_too(compose):
 
 
 def test_jet_config_is_frozen_and_round_trips(compose):
-    options = JetConfig.from_node(compose("precision=jet_fp8").jetrl)
+    options = JetConfig.from_node(compose(JET).jetrl)
     assert JetConfig.from_node(options.as_dict()) == options == JetConfig.from_node(options)
     with pytest.raises(AttributeError):
         options.train = "bf16"

@@ -4,13 +4,13 @@
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
-from .row import IS_ABSENT, IS_FALSE, IS_SET, IS_TRUE, Get, Row, Scope, Wrong, above, other_than
+from ..precision import target_of
+from .row import IS_FALSE, IS_SET, IS_TRUE, NOT_FALSE, Get, Row, Scope, Wrong, above, equal, other_than
 from .scopes import (
     ACTOR,
     ATTENTION,
@@ -24,11 +24,11 @@ from .scopes import (
     ORDERED,
     REF,
     ROLLOUT,
+    TENSOR_PARALLEL,
     UNSAMPLED,
     VARLEN,
     VLLM,
 )
-from .target import target_row
 
 BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 
@@ -43,83 +43,68 @@ OPTIMIZERS = (f"{ACTOR}.optim.optimizer_impl", "critic.optim.optimizer_impl")
 """The module that an optimizer comes from."""
 
 REPLICAS = (f"{ROLLOUT}.data_parallel_size", f"{VLLM}.data_parallel_size")
-"""Over how many replicas one server of vLLM is data parallel; verl starts servers of one replica each by default."""
+"""Data-parallel replicas of one vLLM server; verl's default is a server for each replica."""
 
 FUSIONS_OF_REDUCTIONS = ("fuse_allreduce_rms", "enable_sp", "fuse_gemm_comms")
-"""vLLM's passes that put another computation in the place of a sum over ranks: with the norm behind it, cut into the
-halves of sequence parallelism, or those with the product in front."""
+"""vLLM's passes that replace a sum over ranks: fused with the next norm, split for sequence parallelism, or fused with
+the product before it."""
 
 _ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
-_EITHER = ", or precision=bf16"
+_OR_BF16 = ", or precision=bf16"
 _PACKAGE = __name__.partition(".")[0]
+(_CACHE,) = QUANTIZED_CACHES
 
 
-def _training(suffix: str, scope: Scope, roles: tuple[str, ...], engines: tuple[str, ...]) -> tuple[Row, ...]:
-    return (
+def target_row(node: str, precision: str, scope: Scope) -> Row:
+    """A node whose ``_target_`` has to be the class that a precision's YAML names."""
+    target = target_of(node, precision)
+    wrong = Wrong("another class", lambda value, get: value != target, target, "my.Config")
+    return Row(
+        f"target_of_{node}",
+        "another class instead of ours",
+        scope,
+        "the flag works through this key",
+        {f"{node}._target_": wrong},
+    )
+
+
+def _training(suffix: str, scope: Scope, roles: tuple[str, ...], engines: tuple[str, ...], *qat: str) -> list[Row]:
+    dtypes = [f"{node}.{key}" for node in engines for key in ("dtype", "mixed_precision.param_dtype")]
+    return [
         Row(
             f"engine{suffix}",
             "Megatron, VeOmni, TorchTitan and other engines",
             scope,
             "training runs under FSDP",
-            "Set model_engine=dp, or {key}=fsdp2",
-            tuple(f"{role}.strategy" for role in roles),
-            other_than("fsdp", "fsdp2", absent=False),
-            example="megatron",
+            {f"{role}.strategy": other_than("fsdp2", "fsdp", example="megatron", required=True) for role in roles},
+            " with model_engine=dp",
         ),
         Row(
             f"qat{suffix}",
             "quantization-aware training",
             scope,
             "the precision says which linear layers are quantized",
-            "Set {key}=false",
-            tuple(f"{node}.qat.enable" for node in (*roles, *engines)),
-            IS_TRUE,
-            example=True,
+            {f"{node}.qat.enable": IS_TRUE for node in (*roles, *engines, *qat)},
         ),
         Row(
             f"compute_dtype{suffix}",
-            "FP16 or FP32 between the linear layers of the trainer",
+            "FP16 or FP32 between the trainer's linear layers",
             scope,
             "weights and activations are cast to BF16",
-            "Set {key}=bfloat16",
-            tuple(f"{node}.{key}" for node in engines for key in ("dtype", "mixed_precision.param_dtype")),
-            other_than(*BF16),
-            example="float16",
+            dict.fromkeys(dtypes, other_than(*BF16, example="float16")),
         ),
         Row(
             f"master_dtype{suffix}",
             "FP16 master weights",
             scope,
             "master weights are FP32 or BF16",
-            "Set {key}=fp32",
-            tuple(f"{node}.model_dtype" for node in engines),
-            Wrong("`fp16`", lambda value, get: value in ("fp16", "float16")),
-            example="fp16",
+            {f"{node}.model_dtype": equal("fp16", "float16", use="fp32") for node in engines},
         ),
-    )
-
-
-def _one_of_vllm(name: str, feature: str, reason: str, key: str, wrong: Wrong, use: str, example: Any) -> Row:
-    return Row(name, feature, EVERY, reason, f"Set {{key}}={use}", (f"{VLLM}.{key}",), wrong, example=example)
-
-
-def _sets_itself(name: str, key: str, wrong: Wrong | None, example: Any) -> Row:
-    return Row(
-        name,
-        "vLLM arguments that the precision sets",
-        EVERY,
-        "the precision sets it",
-        f"Set {{key}}=null{_EITHER}",
-        (key,),
-        wrong,
-        what="{key}",
-        example=example,
-        listed=False,
-    )
+    ]
 
 
 def overrides_of(value: Any) -> Mapping[str, Any] | None:
-    """vLLM's ``hf_overrides`` as a mapping, whether it is one or its JSON; None where it is neither."""
+    """vLLM's ``hf_overrides`` as a mapping, given as one or as its JSON; None where it is neither."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -129,391 +114,235 @@ def overrides_of(value: Any) -> Mapping[str, Any] | None:
     return value if isinstance(value, Mapping) else None
 
 
-def _another_extension(value: Any, get: Get) -> bool:
-    return value is not None and str(value).partition(".")[0] != _PACKAGE
-
-
-def _other_tensor_parallel(value: Any, get: Get) -> bool:
-    return value not in (None, get(f"{ROLLOUT}.tensor_model_parallel_size"))
-
-
 def _splits_padded(value: Any, get: Get) -> bool:
     return not value and any((get(key) or 1) > 1 for key in ULYSSES)
 
 
-def _replicas_of_one(value: Any, get: Get) -> bool:
+def _several_gpus_under_fsdp1(get: Get) -> bool:
     gpus = (get("trainer.n_gpus_per_node") or 1) * (get("trainer.nnodes") or 1)
-    return value == 1 and get(f"{ACTOR}.strategy") == "fsdp" and gpus > 1
-
-
-def _cuts(tokens: int, value: Any, get: Get) -> bool:
-    return (value or 0) % tokens != 0
+    return get(f"{ACTOR}.strategy") == "fsdp" and gpus > 1
 
 
 GENERAL_ROWS: tuple[Row, ...] = (
-    *_training("", EVERY, (ACTOR, REF), _ENGINES),
+    *_training("", EVERY, (ACTOR, REF), _ENGINES, ROLLOUT),
     *_training("_of_the_critic", FP8_CRITIC, ("critic",), ("critic.fsdp",)),
     Row(
         "replicas_of_one_rank",
         "FSDP1 with each GPU a replica of its own",
-        EVERY,
+        Scope(
+            "strategy=fsdp on several GPUs",
+            "`strategy=fsdp` on several GPUs",
+            _several_gpus_under_fsdp1,
+            (*EVERY.example, f"{ACTOR}.strategy=fsdp"),
+        ),
         "torch's FSDP1 then adds no gradients over the replicas, and each trains a policy of its own",
-        f"Set {ACTOR}.strategy=fsdp2, or {{key}}=-1",
-        (f"{ACTOR}.fsdp_config.fsdp_size",),
-        Wrong("`1` with `strategy=fsdp` and several GPUs", _replicas_of_one),
-        what="{key}={value} with strategy=fsdp",
-        example=1,
-        beside={f"{ACTOR}.strategy": "fsdp"},
-        listed=False,
+        {f"{ACTOR}.fsdp_config.fsdp_size": equal(1, use="-1")},
+        f", or {ACTOR}.strategy=fsdp2",
     ),
     Row(
         "gathered_once_under_fsdp1",
         "FSDP1 with weights that stay gathered",
         GATHERED_ONCE,
-        "FSDP1 frees them behind each pass",
-        "Set {key}=fsdp2, or jetrl.gathered=pass",
-        tuple(f"{role}.strategy" for role in (ACTOR, REF)),
-        Wrong("`fsdp`", lambda value, get: value == "fsdp"),
-        example="fsdp",
-        listed=False,
+        "FSDP1 frees them after each pass",
+        {f"{role}.strategy": equal("fsdp", use="fsdp2") for role in (ACTOR, REF)},
+        ", or jetrl.gathered=pass",
     ),
     Row(
         "lora",
         "LoRA adapters",
         EVERY,
         "the full weights are trained",
-        f"Set {{key}}=0{_EITHER}",
-        (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank"),
-        above(0),
-        example=32,
+        {
+            f"{MODEL}.lora_rank": above(0),
+            f"{MODEL}.lora.rank": above(0),
+            f"{MODEL}.lora_adapter_path": IS_SET,
+            f"{MODEL}.lora.adapter_path": IS_SET,
+            f"{VLLM}.enable_lora": NOT_FALSE,
+        },
+        _OR_BF16,
     ),
-    Row(
-        "lora_adapter",
-        "LoRA adapters",
-        EVERY,
-        "the full weights are trained",
-        f"Set {{key}}=null{_EITHER}",
-        (f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.adapter_path"),
-        IS_SET,
-        example="/adapter",
-    ),
-    Row(
-        "mtp",
-        "multi-token prediction",
-        EVERY,
-        "",
-        f"Set {{key}}=false{_EITHER}",
-        (f"{MODEL}.mtp.enable",),
-        IS_TRUE,
-        example=True,
-    ),
+    Row("mtp", "multi-token prediction", EVERY, settings={f"{MODEL}.mtp.enable": IS_TRUE}, remedy=_OR_BF16),
     Row(
         "ulysses_of_padded_batches",
         "Ulysses sequence parallelism of padded batches",
         Scope("Ulysses sequence parallelism", "Ulysses sequence parallelism", lambda get: True, EVERY.example),
         "verl splits packed batches alone",
-        f"Set {{key}}=true, or {ULYSSES[0]}=1",
-        (f"{MODEL}.use_remove_padding",),
-        Wrong("`false`", _splits_padded),
-        example=False,
-        beside={ULYSSES[0]: 2},
+        {f"{MODEL}.use_remove_padding": Wrong("`false`", _splits_padded, "true", False)},
+        f", or {ULYSSES[0]}=1",
+        needs={ULYSSES[0]: 2},
     ),
     Row(
         "ulysses_without_exchange",
         "Ulysses sequence parallelism",
         MASKED,
         "each rank would attend to its own tokens alone",
-        f"Set {{key}}=1, or {ATTENTION}={JETRL_ATTENTION}",
-        ULYSSES,
-        above(1),
-        example=2,
+        dict.fromkeys(ULYSSES, above(1)),
+        f", or {ATTENTION}={JETRL_ATTENTION}",
     ),
     Row(
         "correction_without_log_probs",
         "a rollout correction without the rollout's log-probabilities",
         UNSAMPLED,
         "verl then leaves the correction out without a word",
-        f"Set {ROLLOUT}.calculate_log_probs=true",
-        (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"),
-        IS_SET,
-        example="token_k1",
+        dict.fromkeys((f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"), IS_SET),
+        f", or {ROLLOUT}.calculate_log_probs=true",
     ),
     Row(
         "rollout_engine",
         "SGLang, TensorRT-LLM and Hugging Face rollouts",
         EVERY,
         "the rollout runs in vLLM",
-        f"Set {{key}}=vllm{_EITHER}",
-        (f"{ROLLOUT}.name",),
-        other_than("vllm"),
-        example="sglang",
+        {f"{ROLLOUT}.name": other_than("vllm", example="sglang")},
+        _OR_BF16,
     ),
     Row(
         "verls_quantization",
         "verl's own quantization of the rollout",
         EVERY,
         "the precision says what the rollout quantizes",
-        f"Set {{key}}=null{_EITHER}",
-        (f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"),
-        IS_SET,
-        example="torchao",
-    ),
-    Row(
-        "rollout_qat",
-        "quantization-aware training",
-        EVERY,
-        "the precision says which linear layers are quantized",
-        "Set {key}=false",
-        (f"{ROLLOUT}.qat.enable",),
-        IS_TRUE,
-        example=True,
+        dict.fromkeys((f"{ROLLOUT}.quantization", f"{ROLLOUT}.quantization_config_file"), IS_SET),
+        _OR_BF16,
     ),
     Row(
         "rollout_dtype",
-        "FP16 or FP32 between the linear layers of the rollout",
+        "FP16 or FP32 between the rollout's linear layers",
         EVERY,
         "activations are BF16",
-        "Set {key}=bfloat16",
-        (f"{ROLLOUT}.dtype",),
-        other_than(*BF16, absent=False),
-        example="float16",
+        {
+            f"{ROLLOUT}.dtype": other_than(*BF16, example="float16", required=True),
+            f"{VLLM}.dtype": other_than(*BF16, "auto", example="float16"),
+        },
     ),
     Row(
         "load_format",
         "a rollout that reads a checkpoint",
         EVERY,
         "the trainer fills vLLM's weights before the first rollout",
-        "Set {key}=dummy",
-        (f"{ROLLOUT}.load_format",),
-        other_than("dummy", absent=False),
-        example="auto",
+        {
+            f"{ROLLOUT}.load_format": other_than("dummy", example="auto", required=True),
+            f"{VLLM}.load_format": other_than("dummy", example="safetensors"),
+        },
     ),
     Row(
         "pipeline_parallel",
         "pipeline parallel rollout",
         EVERY,
         "the rollout is tensor and data parallel",
-        "Set {key}=1",
-        (f"{ROLLOUT}.pipeline_model_parallel_size",),
-        above(1),
-        example=2,
+        {
+            f"{ROLLOUT}.pipeline_model_parallel_size": above(1),
+            f"{VLLM}.pipeline_parallel_size": other_than(1, example=2),
+        },
     ),
     Row(
         "expert_parallel",
         "expert parallel rollout",
         EVERY,
         "experts are whole on every rank",
-        "Set {key}=1",
-        (f"{ROLLOUT}.expert_parallel_size",),
-        above(1),
-        example=2,
+        {f"{ROLLOUT}.expert_parallel_size": above(1), f"{VLLM}.enable_expert_parallel": NOT_FALSE},
     ),
     Row(
         "tensor_parallel_of_vllm",
-        "a tensor-parallel size that only vLLM is told",
+        "a tensor-parallel size that only vLLM knows",
         EVERY,
-        f"the trainer reads {ROLLOUT}.tensor_model_parallel_size, which says which layers fit",
-        f"Set {ROLLOUT}.tensor_model_parallel_size={{value}}",
-        (f"{VLLM}.tensor_parallel_size",),
-        Wrong("other than `tensor_model_parallel_size`", _other_tensor_parallel),
-        example=4,
-        listed=False,
+        "the trainer reads the rollout's, which says which layers fit",
+        {
+            f"{VLLM}.tensor_parallel_size": Wrong(
+                "other than the rollout's",
+                lambda value, get: value not in (None, get(TENSOR_PARALLEL)),
+                example=4,
+            )
+        },
+        f"Set {TENSOR_PARALLEL} instead",
     ),
     Row(
         "routing_replay",
         "replay of a router",
         EVERY,
-        "trainer and rollout route with the same operator, so nothing is left to replay",
-        "Set {key}=false",
-        (f"{ROLLOUT}.enable_rollout_routing_replay", f"{VLLM}.enable_return_routed_experts"),
-        IS_TRUE,
-        example=True,
-        listed=False,
-    ),
-    Row(
-        "routing_replay_in_the_trainer",
-        "replay of a router",
-        EVERY,
-        "trainer and rollout route with the same operator, so nothing is left to replay",
-        "Set {key}=disabled",
-        tuple(f"{node}.router_replay.mode" for node in (*_ENGINES, ACTOR)),
-        other_than("disabled"),
-        example="R2",
-        listed=False,
+        "trainer and rollout route with the same operator, so there is nothing to replay",
+        {
+            f"{ROLLOUT}.enable_rollout_routing_replay": IS_TRUE,
+            f"{VLLM}.enable_return_routed_experts": IS_TRUE,
+            **{f"{node}.router_replay.mode": other_than("disabled", example="R2") for node in (*_ENGINES, ACTOR)},
+        },
     ),
     Row(
         "disaggregation",
         "split prefill and decode servers",
         EVERY,
-        "",
-        "Set {key}=false",
-        (f"{ROLLOUT}.disaggregation.enabled",),
-        IS_TRUE,
-        example=True,
+        settings={f"{ROLLOUT}.disaggregation.enabled": IS_TRUE},
     ),
     Row(
         "weight_sync",
         "a weight sync other than the naive one",
         EVERY,
         "weights travel through verl's naive sync",
-        "Set {key}=naive",
-        (f"{ROLLOUT}.checkpoint_engine.backend",),
-        other_than("naive", absent=False),
-        example="nccl",
+        {
+            f"{ROLLOUT}.checkpoint_engine.backend": other_than("naive", example="nccl", required=True),
+            f"{ROLLOUT}.checkpoint_manager_class": IS_SET,
+        },
     ),
     Row(
-        "checkpoint_manager",
-        "a checkpoint manager of your own",
-        EVERY,
-        "weights travel through verl's",
-        "Set {key}=null",
-        (f"{ROLLOUT}.checkpoint_manager_class",),
-        IS_SET,
-        example="my.Manager",
-        listed=False,
-    ),
-    _one_of_vllm(
-        "vllm_dtype",
-        "FP16 or FP32 between the linear layers of the rollout",
-        "activations are BF16",
-        "dtype",
-        other_than("auto", *BF16),
-        "bfloat16",
-        "float16",
-    ),
-    _one_of_vllm(
-        "vllm_load_format",
-        "a rollout that reads a checkpoint",
-        "the trainer fills vLLM's weights",
-        "load_format",
-        other_than("dummy"),
-        "dummy",
-        "safetensors",
-    ),
-    _one_of_vllm(
-        "vllm_pipeline_parallel",
-        "pipeline parallel rollout",
-        "the rollout is tensor and data parallel",
-        "pipeline_parallel_size",
-        other_than(1),
-        "1",
-        2,
-    ),
-    _one_of_vllm(
-        "vllm_expert_parallel",
-        "expert parallel rollout",
-        "experts are whole on every rank",
-        "enable_expert_parallel",
-        other_than(False),
-        "false",
-        True,
-    ),
-    _one_of_vllm(
-        "vllm_lora", "LoRA adapters", "the full weights are trained", "enable_lora", other_than(False), "false", True
-    ),
-    _one_of_vllm(
         "kv_cache",
         "vLLM's own quantized KV cache",
+        EVERY,
         "keys and values are BF16, or as jetrl.kv_cache says",
-        "kv_cache_dtype",
-        other_than("auto", "bfloat16"),
-        "auto",
-        "fp8_e4m3",
+        {f"{VLLM}.kv_cache_dtype": other_than("auto", "bfloat16", example="fp8_e4m3")},
     ),
     Row(
         "fusions_of_reductions",
         "vLLM's fusions of the sums over ranks",
         ORDERED,
         "the trainer repeats these sums",
-        "Set {key}=false",
-        tuple(f"{VLLM}.compilation_config.pass_config.{name}" for name in FUSIONS_OF_REDUCTIONS),
-        other_than(False),
-        example=True,
-        listed=False,
+        {f"{VLLM}.compilation_config.pass_config.{name}": NOT_FALSE for name in FUSIONS_OF_REDUCTIONS},
     ),
     Row(
         "varlen_prefix_grouper",
         "the prefix grouper",
         VARLEN,
         "it needs an attention with masks",
-        f"Set {{key}}=false, or {ATTENTION}=sdpa",
-        (f"{ACTOR}.use_prefix_grouper",),
-        IS_TRUE,
-        example=True,
-        listed=False,
-    ),
-    *(
-        Row(
-            f"block_size_of_an_{held.name}_cache",
-            f"pages of other sizes than multiples of {held.page_tokens} tokens",
-            FP8_CACHE,
-            f"its pages are made of {held.page_tokens} tokens each",
-            f"Set {{key}} to a multiple of {held.page_tokens}",
-            (f"{VLLM}.block_size",),
-            Wrong(f"no multiple of {held.page_tokens}", partial(_cuts, held.page_tokens)),
-            example=held.page_tokens + 8,
-            listed=False,
-        )
-        for held in QUANTIZED_CACHES
-    ),
-    _one_of_vllm(
-        "speculation",
-        "speculative decoding",
-        "",
-        "speculative_config",
-        other_than({}),
-        "null",
-        {"method": "ngram"},
+        {f"{ACTOR}.use_prefix_grouper": IS_TRUE},
+        f", or {ATTENTION}=sdpa",
     ),
     Row(
-        "old_trainer",
-        "the trainer from before verl's v1",
-        EVERY,
-        "",
-        "Set {key}=true",
-        ("trainer.use_v1",),
-        IS_FALSE,
-        example=False,
+        "block_size_of_an_fp8_cache",
+        f"pages of other sizes than multiples of {_CACHE.page_tokens} tokens",
+        FP8_CACHE,
+        f"its pages are made of {_CACHE.page_tokens} tokens each",
+        {
+            f"{VLLM}.block_size": Wrong(
+                f"no multiple of {_CACHE.page_tokens}",
+                lambda value, get: (value or 0) % _CACHE.page_tokens != 0,
+                str(_CACHE.page_tokens),
+                _CACHE.page_tokens + 8,
+            )
+        },
+        " or a multiple of it",
     ),
+    Row(
+        "speculation",
+        "speculative decoding",
+        EVERY,
+        settings={f"{VLLM}.speculative_config": other_than({}, example={"method": "ngram"}, use="null")},
+    ),
+    Row("old_trainer", "the trainer from before verl's v1", EVERY, settings={"trainer.use_v1": IS_FALSE}),
     Row(
         "separate_gpus",
         "trainer and rollout on GPUs of their own",
         EVERY,
         "trainer and rollout share their GPUs",
-        "Set {key}=sync",
-        ("trainer.v1.trainer_mode",),
-        other_than("sync", "colocate_async"),
-        example="separate_async",
-    ),
-    Row(
-        "hybrid_engine",
-        "trainer and rollout on GPUs of their own",
-        EVERY,
-        "trainer and rollout share their GPUs",
-        "Set {key}=true",
-        ("actor_rollout_ref.hybrid_engine",),
-        IS_FALSE,
-        example=False,
-    ),
-    Row(
-        "rollout_nodes",
-        "trainer and rollout on GPUs of their own",
-        EVERY,
-        "trainer and rollout share their GPUs",
-        "Set {key}=0",
-        (f"{ROLLOUT}.nnodes",),
-        above(0),
-        example=1,
+        {
+            "trainer.v1.trainer_mode": other_than("sync", "colocate_async", example="separate_async"),
+            "actor_rollout_ref.hybrid_engine": IS_FALSE,
+            f"{ROLLOUT}.nnodes": above(0),
+        },
     ),
     Row(
         "device",
         "NPUs and other accelerators than NVIDIA's",
         EVERY,
         "FP8 runs on NVIDIA GPUs",
-        f"Set {{key}}=cuda{_EITHER}",
-        ("trainer.device",),
-        other_than("cuda", "cpu"),
-        example="npu",
+        {"trainer.device": other_than("cuda", "cpu", example="npu")},
+        _OR_BF16,
     ),
     *(target_row(node, "fp8_rollout", EVERY) for node in (*_ENGINES, "critic.fsdp", ROLLOUT)),
     Row(
@@ -521,31 +350,40 @@ GENERAL_ROWS: tuple[Row, ...] = (
         "a node of ours without our options",
         EVERY,
         "the flag works through this key",
-        "Set {key}=$" + "{{jetrl}}",
-        tuple(f"{node}.jetrl" for node in (*_ENGINES, "critic.fsdp", f"{ROLLOUT}.custom")),
-        IS_ABSENT,
-        listed=False,
+        {
+            f"{node}.jetrl": Wrong("absent or `null`", lambda value, get: value is None, "${jetrl}")
+            for node in (*_ENGINES, "critic.fsdp", f"{ROLLOUT}.custom")
+        },
     ),
-    _sets_itself(
-        "vllm_worker_extension_cls",
-        f"{VLLM}.worker_extension_cls",
-        Wrong("another class", _another_extension),
-        "my.Extension",
+    Row(
+        "vllm_arguments",
+        "vLLM arguments that the precision sets",
+        EVERY,
+        "the precision sets it",
+        {
+            f"{VLLM}.worker_extension_cls": Wrong(
+                "another class",
+                lambda value, get: value is not None and str(value).partition(".")[0] != _PACKAGE,
+                "null",
+                "my.Extension",
+            ),
+            # Compared with the precision's where those are put together, in config/vllm_arguments.py.
+            **{
+                f"{VLLM}.{key}": Wrong("another", lambda value, get: False, "null", example)
+                for key, example in (
+                    ("quantization", "gptq"),
+                    ("hf_overrides.quantization_config", {"quant_method": "gptq"}),
+                )
+            },
+        },
+        _OR_BF16,
     ),
     Row(
         "hf_overrides",
         "overrides that are no mapping",
         EVERY,
         "it is no mapping",
-        "Set {key} to a mapping, as in {{key: value}}",
-        (f"{VLLM}.hf_overrides",),
-        Wrong("no mapping", lambda value, get: overrides_of(value) is None),
-        example="nonsense",
-        listed=False,
-    ),
-    # Compared with what the precision says to vLLM where that is put together, in config/vllm_arguments.py.
-    _sets_itself("vllm_quantization", f"{VLLM}.quantization", None, "gptq"),
-    _sets_itself(
-        "vllm_quantization_config", f"{VLLM}.hf_overrides.quantization_config", None, {"quant_method": "gptq"}
+        {f"{VLLM}.hf_overrides": Wrong("no mapping", lambda value, get: overrides_of(value) is None, "{}", "nonsense")},
+        " or a mapping",
     ),
 )

@@ -1,15 +1,15 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the table: releases, GPUs, and what is paid where kernels are missing."""
+"""The numbers of the table: releases, GPUs, and the price of missing kernels."""
 
 PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
-"""Releases whose internals this project was written against; a shorter pin leaves the rest of the version free."""
+"""Supported releases; a shorter pin leaves the rest of the version free."""
 
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""
 
 SHARED_CAPABILITY = (9, 0)
-"""The compute capability for which the shared operations were written: FlashAttention 3 has no other."""
+"""Compute capability of the shared operations: FlashAttention 3 has no other."""
 
 WGRAD_IN_TRITON = 0.68
 """Speed of WGrad in Triton over cuBLAS's in BF16, FP32 stored, four linears of Qwen3-8B at 4,096 and 16,384 tokens on

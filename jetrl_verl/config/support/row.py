@@ -1,13 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A row of the table of support: a setting, with what it is not supported, why, and what to set instead.
+"""A row of the table of support: what is not supported, with what, why, and what to set instead.
 
-Every message that comes of a row has one shape: ``X is not supported with Y: why. Set Z.`` Texts of a row may hold
-placeholders (``{{`` and ``}}`` are braces): ``{key}`` and ``{value}`` of the setting, a dotted key of the composed
-configuration, whose value it is, or a word that the caller hands over.
+A row's message is one sentence and a remedy: ``X is not supported with Y: why. Set Z.``
 """
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +18,13 @@ Get = Callable[[str], Any]
 """Value at a dotted path of a composed configuration; None where it is absent."""
 
 COMPOSITION = "composition"
-"""The composed configuration shows it: at the command line, also under ``--cfg job``."""
+"""Known from the composed configuration: at the command line, also under ``--cfg job``."""
 
 DRIVER = "driver"
-"""The machine, the model folder or the data show it: in the driver, before Ray starts."""
+"""Known from the machine, the model folder or the data: in the driver, before Ray starts."""
 
 WORKER = "worker"
-"""The objects of verl, transformers or vLLM show it: in the worker that builds the trainer's model or the engine."""
+"""Known from the objects of verl, transformers or vLLM, in the worker that builds the trainer's model or the engine."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Scope:
     """With what a setting is not supported.
 
     Attributes:
-        said: the Y of the message, a template.
+        said: the Y of the message; a function of the configuration where it names a value of it.
         doc: the same for the documentation.
         applies: whether a job is in it.
         example: overrides that put a job into it, and that are supported.
@@ -43,7 +40,7 @@ class Scope:
         refused: whether a row of it refuses the job.
     """
 
-    said: str
+    said: str | Callable[[Get], str]
     doc: str
     applies: Callable[[Get], bool]
     example: tuple[str, ...] = ()
@@ -56,67 +53,90 @@ class Wrong:
     """The values of a setting that are not supported.
 
     Attributes:
-        doc: the values in words.
-        test: ``(value, get)``, whether a value is one of them.
+        doc: in words.
+        test: whether a value is one of them, ``(value, get)``.
+        use: the value to set instead; None where the row's remedy says it.
+        example: one of them, which the tests set.
     """
 
     doc: str
     test: Callable[[Any, Get], bool]
+    use: str | None = None
+    example: Any = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One feature.
+    """One feature that is not supported.
 
     Attributes:
         name: by which code looks the row up; unique.
         feature: what it is, in the words of the documentation.
-        scope: with what it is not supported.
-        reason: why, in a few words; a template, empty where there is nothing to say.
-        remedy: what to set; a template, a sentence without its full stop.
-        keys: settings that ask for the feature, as the user types them.
-        wrong: values of the settings that are refused; None where no setting shows the feature, and code that sees
-            the machine, the model, the trainer or the engine looks the row up.
-        what: the X of the message; a template.
-        example: a value of the settings that is refused. The tests set it.
-        beside: other settings that the example needs.
-        found: when it can be known: ``COMPOSITION``, ``DRIVER`` or ``WORKER``.
-        listed: whether README names it; a row about our own keys is only in docs/support.md.
+        reason: why, in a few words; empty where only the caller knows, or there is nothing to say.
+        settings: keys that ask for the feature, and which of their values are refused; code looks up a row without.
+        remedy: a sentence without its full stop; after ``Set KEY=VALUE`` of a setting the rest of it.
+        what: the X of the message where no setting is; of a row about models, the noun before the model's path.
+        remedy_of: the remedy, where it depends on the configuration.
+        needs: further settings under which ``settings`` are refused, for the tests.
+        known: when it can be known: ``COMPOSITION``, ``DRIVER`` or ``WORKER``.
     """
 
     name: str
     feature: str
     scope: Scope
-    reason: str
-    remedy: str
-    keys: tuple[str, ...] = ()
-    wrong: Wrong | None = None
-    what: str = "{key}={value}"
-    example: Any = None
-    beside: Mapping[str, Any] = field(default_factory=dict)
-    found: str = COMPOSITION
-    listed: bool = True
+    reason: str = ""
+    settings: Mapping[str, Wrong] = field(default_factory=dict)
+    remedy: str = ""
+    what: str = ""
+    remedy_of: Callable[[Get], str] | None = None
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    known: str = COMPOSITION
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the settings."""
+        return tuple(self.settings)
 
     def met(self, get: Get) -> Iterator[dict[str, Any]]:
-        """The words ``key`` and ``value`` of each of its settings that a job in its scope has wrong."""
-        if self.wrong is not None and self.scope.applies(get):
-            for key in self.keys:
+        """``key`` and ``value`` of each of its settings that is refused in a job of its scope."""
+        if self.scope.applies(get):
+            for key, wrong in self.settings.items():
                 value = get(key)
-                if self.wrong.test(value, get):
+                if wrong.test(value, get):
                     yield {"key": key, "value": shown(value)}
 
-    def clause(self, get: Get | None = None, **words: Any) -> str:
-        """``X is not supported with Y: why``; of a row that refuses nothing the reason alone."""
-        reason = _filled(self.reason, get, words)
+    def clause(
+        self, get: Get | None = None, *, key: str = "", value: Any = "", what: str = "", scope: str = "", why: str = ""
+    ) -> str:
+        """``X is not supported with Y: why``; of a row that refuses nothing the reason alone.
+
+        Args:
+            get: reads the configuration, where the scope names a value of it.
+            key, value: the setting. what, scope, why: X, Y and the reason, where the caller knows better.
+        """
+        reason = why or self.reason
         if not self.scope.refused:
             return reason
-        clause = f"{_filled(self.what, get, words)} is not supported with {_filled(self.scope.said, get, words)}"
+        what = what or (f"{_typed(key)}={value}" if key else self.what)
+        said = self.scope.said
+        clause = f"{what} is not supported with {scope or (said if isinstance(said, str) else said(get))}"
         return f"{clause}: {reason}" if reason else clause
 
-    def message(self, get: Get | None = None, **words: Any) -> str:
-        """``X is not supported with Y: why. Set Z.``"""
-        remedy = _filled(self.remedy, get, words)
-        return f"{self.clause(get, **words)}. {remedy}."
+    def message(self, get: Get | None = None, *, key: str = "", remedy: str = "", **words: Any) -> str:
+        """``X is not supported with Y: why. Set Z.``; further arguments of :meth:`clause`."""
+        if self.remedy_of is not None:
+            remedy = self.remedy_of(get)
+        return f"{self.clause(get, key=key, **words)}. {remedy or self.advice(key)}."
+
+    def advice(self, key: str) -> str:
+        """The remedy for a setting, or that of the row."""
+        wrong = self.settings.get(key)
+        return self.remedy if wrong is None or wrong.use is None else f"Set {_typed(key)}={wrong.use}{self.remedy}"
+
+
+def _typed(key: str) -> str:
+    """A key as the user types it: the precision is a group."""
+    return "precision" if key == "jetrl.precision" else key
 
 
 def shown(value: Any) -> str:
@@ -126,32 +146,32 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _filled(template: str, get: Get | None, words: Mapping[str, Any]) -> str:
-    def fill(match: re.Match) -> str:
-        literal, name = match.groups()
-        if name is None:
-            return f"{{{literal}}}"
-        if name in words:
-            return str(words[name])
-        if get is None:
-            raise KeyError(f"{name} is not known, for {template!r}")
-        return shown(get(name))
-
-    return re.sub(r"\{\{([^}]*)\}\}|\{([\w.]+)\}", fill, template)
-
-
-def other_than(*fine: Any, absent: bool = True) -> Wrong:
-    """Values but ``fine`` ones; an absent one is fine unless ``absent`` is False."""
-    listed = ", ".join(f"`{shown(value)}`" for value in fine) or "the default"
-    return Wrong(f"other than {listed}", lambda value, get: (value is not None or not absent) and value not in fine)
+def other_than(*allowed: Any, example: Any, use: str | None = None, required: bool = False) -> Wrong:
+    """Values other than the ``allowed`` ones, of which the first is the one to set unless ``use`` says another. An
+    absent value is allowed unless the setting is ``required``.
+    """
+    listed = ", ".join(f"`{shown(value)}`" for value in allowed)
+    return Wrong(
+        f"other than {listed}",
+        lambda value, get: value not in allowed and (value is not None or required),
+        shown(allowed[0]) if use is None else use,
+        example,
+    )
 
 
-IS_SET = Wrong("set", lambda value, get: value is not None)
-IS_TRUE = Wrong("`true`", lambda value, get: bool(value))
-IS_FALSE = Wrong("`false`", lambda value, get: value is not None and not value)
-IS_ABSENT = Wrong("absent or `null`", lambda value, get: value is None)
+def equal(*values: Any, use: str | None = None) -> Wrong:
+    """One of ``values``."""
+    listed = " or ".join(f"`{shown(value)}`" for value in values)
+    return Wrong(listed, lambda value, get: value in values, use, values[0])
 
 
 def above(most: int) -> Wrong:
     """Numbers above ``most``."""
-    return Wrong(f"above {most}", lambda value, get: (value or 0) > most)
+    return Wrong(f"above {most}", lambda value, get: (value or 0) > most, str(most), most + 1)
+
+
+IS_SET = Wrong("set", lambda value, get: value is not None, "null", "something")
+IS_TRUE = Wrong("`true`", lambda value, get: bool(value), "false", True)
+IS_FALSE = Wrong("`false`", lambda value, get: value is not None and not value, "true", False)
+IS_NOT_TRUE = Wrong("`false`", lambda value, get: not value, "true", False)
+NOT_FALSE = other_than(False, example=True)

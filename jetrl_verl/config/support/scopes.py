@@ -1,11 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""With what a setting may not be supported: the Y of a row's message."""
+"""With what a setting may not be supported: the Y of a row's message. Also the keys that rows name."""
 
-from jetrl_verl.formats.catalog import CACHES, FLOW, QUANTIZED_CACHES
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHES
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
-from .row import Get, Scope
+from .row import Get, Scope, shown
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -13,9 +16,13 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 CORRECTION = "algorithm.rollout_correction"
-LOSS = f"{ACTOR}.policy_loss.loss_mode"
-
+POLICY_LOSS = f"{ACTOR}.policy_loss"
+LOSS = f"{POLICY_LOSS}.loss_mode"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
+TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+
+SMALLER = f"a smaller {TENSOR_PARALLEL}"
+"""In a remedy, for the largest size that fits, which the caller knows."""
 
 RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
 """Losses of this package that need pi_old / pi_rollout of every token."""
@@ -23,39 +30,39 @@ RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
 CALIBRATED_LOSSES = ("vanilla", *RATIO_LOSSES)
 """Losses that clip each token's ratio at ``clip_ratio_low`` and ``clip_ratio_high``, which calibration moves."""
 
+OR_STOCK = "precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
+"""What runs where the shared operations do not."""
+
 _STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
+_EXACT = ("precision=jet_fp8_exact", f"{TENSOR_PARALLEL}=1")
 
 
-def _is(key: str, *values: object):
-    return lambda get: get(key) in values
+def value_of(key: str, name: str) -> Callable[[Get], str]:
+    """``name=value`` of a key of the configuration."""
+    return lambda get: f"{name}={shown(get(key))}"
 
 
-def _exact(get: Get) -> bool:
-    return get("jetrl.precision") == "jet_fp8_exact"
+def where(key: str, *values: Any, name: str = "", example: tuple[str, ...] = _STOCK) -> Scope:
+    """A setting with one of ``values``, and ``name`` in place of its key."""
+    name = name or key
+    said = f"{name}={shown(values[0])}" if len(values) == 1 else value_of(key, name)
+    doc = " or ".join(f"`{name}={shown(value)}`" for value in values)
+    return Scope(said, doc, lambda get: get(key) in values, example)
 
 
-def _shared(get: Get) -> bool:
-    return get("jetrl.operations") == "shared"
+PRECISION = value_of("jetrl.precision", "precision")
 
+EVERY = Scope(PRECISION, "every precision but `bf16`", lambda get: True, _STOCK)
 
-EVERY = Scope("precision={jetrl.precision}", "every precision but `bf16`", lambda get: True, _STOCK)
-
-ORDERED = Scope(
-    f"jetrl.train={FLOW}",
-    "`precision=jet_fp8` and `jet_fp8_exact`",
-    _is("jetrl.train", FLOW),
-    _STOCK,
-)
+ORDERED = where("jetrl.train", FLOW)
 """A trainer that repeats the sums of the rollout's ranks."""
 
-FP8_CRITIC = Scope(
-    f"jetrl.critic={FLOW}", f"`jetrl.critic={FLOW}`", _is("jetrl.critic", FLOW), (*_STOCK, f"jetrl.critic={FLOW}")
-)
+FP8_CRITIC = where("jetrl.critic", FLOW, example=(*_STOCK, f"jetrl.critic={FLOW}"))
 
 SHARED = Scope(
     "jetrl.operations=shared",
-    "`jetrl.operations=shared`; `auto` is `stock`",
-    _shared,
+    "`jetrl.operations=shared`",
+    lambda get: get("jetrl.operations") == "shared",
     ("precision=jet_fp8", "jetrl.operations=shared"),
     stock=True,
 )
@@ -63,103 +70,67 @@ SHARED = Scope(
 
 AUTO = Scope(
     "jetrl.operations=auto",
-    "nothing; `jetrl.operations=auto` is `stock`",
-    _is("jetrl.operations", "auto"),
+    "`jetrl.operations=auto`",
+    lambda get: get("jetrl.operations") == "auto",
     ("precision=jet_fp8",),
     stock=True,
     refused=False,
 )
-"""What the driver cannot know, or the shared operations can do slowly: ``jetrl.operations=shared`` is accepted."""
+"""What the driver cannot know, or the shared operations do slowly: ``jetrl.operations=shared`` is accepted."""
 
-EXACT = Scope(
-    "precision=jet_fp8_exact",
-    "`precision=jet_fp8_exact`",
-    _exact,
-    ("precision=jet_fp8_exact", f"{ROLLOUT}.tensor_model_parallel_size=1"),
-)
+EXACT = where("jetrl.precision", "jet_fp8_exact", name="precision", example=_EXACT)
 """What makes the last bits of the two sides differ, and nothing else."""
 
-VARLEN = Scope(
-    f"attn_implementation={JETRL_ATTENTION}",
-    f"`attn_implementation={JETRL_ATTENTION}`",
-    _is(ATTENTION, JETRL_ATTENTION),
-    (*_STOCK, f"+{ATTENTION}={JETRL_ATTENTION}"),
+VARLEN = where(
+    ATTENTION, JETRL_ATTENTION, name="attn_implementation", example=(*_STOCK, f"+{ATTENTION}={JETRL_ATTENTION}")
 )
 """What our attention of stock modules cannot do."""
 
 MASKED = Scope(
-    "attn_implementation={" + ATTENTION + "}",
-    "an `attn_implementation` other than `flash_attention_*` and `" + JETRL_ATTENTION + "`",
+    value_of(ATTENTION, "attn_implementation"),
+    f"an `attn_implementation` other than `flash_attention_*` and `{JETRL_ATTENTION}`",
     lambda get: not str(get(ATTENTION) or "flash_attention_2").startswith(("flash_attention_", JETRL_ATTENTION)),
     (*_STOCK, f"+{ATTENTION}=sdpa"),
 )
 """An attention of transformers for which verl does not exchange tokens and heads between ranks."""
 
+_UNSAMPLED = f"{ROLLOUT}.calculate_log_probs=false"
 UNSAMPLED = Scope(
-    f"{ROLLOUT}.calculate_log_probs=false",
-    f"`{ROLLOUT}.calculate_log_probs=false`",
-    lambda get: not get(f"{ROLLOUT}.calculate_log_probs"),
-    (*_STOCK, f"{ROLLOUT}.calculate_log_probs=false"),
+    _UNSAMPLED, f"`{_UNSAMPLED}`", lambda get: not get(f"{ROLLOUT}.calculate_log_probs"), (*_STOCK, _UNSAMPLED)
 )
 
-RATIO_LOSS = Scope(
-    "loss_mode={" + LOSS + "}",
-    " or ".join(f"`loss_mode={loss}`" for loss in RATIO_LOSSES),
-    _is(LOSS, *RATIO_LOSSES),
-    ("precision=qurl_fp8",),
+RATIO_LOSS = where(LOSS, *RATIO_LOSSES, name="loss_mode", example=("precision=qurl_fp8",))
+
+QURL = where("jetrl.precision", "qurl_fp8", "qurl_int8", name="precision", example=("precision=qurl_fp8",))
+
+(_FP8_CACHE,) = QUANTIZED_CACHES
+FP8_CACHE = where(
+    "jetrl.kv_cache", _FP8_CACHE.name, example=("precision=fp8_rollout", f"jetrl.kv_cache={_FP8_CACHE.name}")
 )
 
-QURL = Scope(
-    "precision={jetrl.precision}",
-    "`precision=qurl_fp8` or `qurl_int8`",
-    _is("jetrl.precision", "qurl_fp8", "qurl_int8"),
-    ("precision=qurl_fp8",),
-)
-
-_KEPT = " or ".join(f"jetrl.kv_cache={held.name}" for held in QUANTIZED_CACHES)
-FP8_CACHE = Scope(
-    _KEPT,
-    f"`{_KEPT}`",
-    lambda get: (held := CACHES.get(get("jetrl.kv_cache"))) is not None and held.quantized,
-    ("precision=fp8_rollout", f"jetrl.kv_cache={QUANTIZED_CACHES[0].name}"),
-)
-
-EXPERTS = Scope("experts in FP8", "experts in FP8", _is("jetrl.rollout", FLOW))
+EXPERTS = Scope("experts in FP8", "experts in FP8", lambda get: get("jetrl.rollout") == FLOW)
 """What vLLM's experts in the flow's format cannot do."""
 
 FOLDED = Scope(
-    "jetrl.invariant_scaling={factor}",
+    value_of("jetrl.invariant_scaling", "jetrl.invariant_scaling"),
     "another `jetrl.invariant_scaling` than 1",
     lambda get: get("jetrl.invariant_scaling") != 1,
 )
 
-_ONCE = "jetrl.gathered=batch"
-_FSDP2 = tuple(f"{role}.strategy=fsdp2" for role in (ACTOR, REF))  # FSDP1 is verl's default
-GATHERED_ONCE = Scope(_ONCE, f"`{_ONCE}`", _is("jetrl.gathered", "batch"), (*_STOCK, _ONCE, *_FSDP2))
+GATHERED_ONCE = where(
+    "jetrl.gathered",
+    "batch",
+    example=(*_STOCK, "jetrl.gathered=batch", f"{ACTOR}.strategy=fsdp2", f"{REF}.strategy=fsdp2"),
+)
 """Weights that stay gathered for all micro-batches."""
 
 UNCOMPOSED = Scope(
     "a configuration that Hydra did not compose", "a configuration that Hydra did not compose", lambda get: False
 )
 
-CALIBRATED = Scope(
-    "jetrl.clip=calibrated",
-    "`jetrl.clip=calibrated`",
-    _is("jetrl.clip", "calibrated"),
-    (*_STOCK, "clip=calibrated"),
-)
+CALIBRATED = where("jetrl.clip", "calibrated", example=(*_STOCK, "clip=calibrated"))
 
-ROLLOUT_LOG_PROBS = Scope(
-    "jetrl.old_log_probs=rollout",
-    "`jetrl.old_log_probs=rollout`",
-    _is("jetrl.old_log_probs", "rollout"),
-    ("precision=jet_fp8_exact", f"{ROLLOUT}.tensor_model_parallel_size=1", "jetrl.old_log_probs=rollout"),
-)
+ROLLOUT_LOG_PROBS = where("jetrl.old_log_probs", "rollout", example=(*_EXACT, "jetrl.old_log_probs=rollout"))
 """What would make the rollout's log-probabilities other than those of a forward, or needs that forward."""
 
-ADAPTIVE = Scope(
-    "jetrl.correction=adaptive",
-    "`jetrl.correction=adaptive`",
-    _is("jetrl.correction", "adaptive"),
-    ("precision=fp8_rollout", "correction=adaptive"),
-)
+ADAPTIVE = where("jetrl.correction", "adaptive", example=("precision=fp8_rollout", "correction=adaptive"))

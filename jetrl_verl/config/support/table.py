@@ -1,20 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The whole table of what is supported with what, and who asks it what."""
+"""The whole table of what is supported with what, and the functions that ask it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .algorithms import ALGORITHM_ROWS
-from .commands import COMMAND_ROWS
 from .general import GENERAL_ROWS
 from .machine import MACHINE_ROWS
 from .operations import EXACT_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
 from .row import Get, Row, UnsupportedConfiguration
-from .scopes import EXACT
-from .workers import WORKER_ROWS
+from .scopes import EXACT, SMALLER, TENSOR_PARALLEL
+from .workers import COMMAND_ROWS, WORKER_ROWS
 
 if TYPE_CHECKING:
     from jetrl_verl.models import Unsupported
@@ -24,7 +23,7 @@ COMPOSITION_ROWS: tuple[Row, ...] = (*GENERAL_ROWS, *SHARED_ROWS, *EXACT_ROWS, *
 
 TABLE: tuple[Row, ...] = (*OPTION_ROWS, *COMPOSITION_ROWS, *MACHINE_ROWS, *WORKER_ROWS, *COMMAND_ROWS)
 
-INEXACT_ROWS: tuple[Row, ...] = tuple(each for each in TABLE if each.scope.stock or each.scope.doc == EXACT.doc)
+INEXACT_ROWS: tuple[Row, ...] = tuple(row for row in TABLE if row.scope.stock or row.scope is EXACT)
 """What costs equality in every bit: it makes the operations stock, or ``jet_fp8_exact`` alone refuses it."""
 
 _BY_NAME = {row.name: row for row in TABLE}
@@ -35,28 +34,29 @@ def row(name: str) -> Row:
     return _BY_NAME[name]
 
 
-def refusal(name: str, get: Get | None = None, /, **words: Any) -> str:
-    """Message of a row, ``X is not supported with Y: why. Set Z.``, for one who sees what no setting shows.
+def refusal(name: str, get: Get | None = None, *, precision: str = "", **words: Any) -> str:
+    """Message of a row, ``X is not supported with Y: why. Set Z.``
 
     Args:
         name: the row's.
-        get: reads the composed configuration, where the row's texts need it.
-        words: what else the row's texts name.
+        get: reads the composed configuration, where the row's scope names a value of it.
+        precision: of the run, where the scope names that alone.
+        words: of the message; see :meth:`Row.clause`.
     """
-    return row(name).message(get, **words)
+    return row(name).message({"jetrl.precision": precision}.get if precision else get, **words)
 
 
-def refuse(name: str, get: Get | None = None, /, **words: Any) -> NoReturn:
+def refuse(name: str, get: Get | None = None, **words: Any) -> NoReturn:
     """Raise ``UnsupportedConfiguration`` with the message of a row; arguments of :func:`refusal`."""
     raise UnsupportedConfiguration(refusal(name, get, **words))
 
 
 def refusals(get: Get, rows: tuple[Row, ...] = COMPOSITION_ROWS) -> Iterator[str]:
-    """Messages of the rows that refuse a composed configuration, first things first."""
-    for each in rows:
-        if each.scope.refused:
-            for words in each.met(get):
-                yield each.message(get, **words)
+    """Messages of the rows that refuse a composed configuration, in the order of the table."""
+    for row in rows:
+        if row.scope.refused:
+            for words in row.met(get):
+                yield row.message(get, **words)
 
 
 def stock_because(get: Get) -> Iterator[str]:
@@ -65,32 +65,30 @@ def stock_because(get: Get) -> Iterator[str]:
     def as_shared(key: str) -> Any:
         return "shared" if key == "jetrl.operations" else get(key)
 
-    for each in SHARED_ROWS:
-        for words in each.met(as_shared):
-            yield each.clause(as_shared, **words)
+    for row in SHARED_ROWS:
+        for words in row.met(as_shared):
+            yield row.clause(as_shared, **words)
 
 
 def model_refusal(error: "Unsupported", path: str, precision: str) -> str:
-    """What a run is told of a model that ``models/`` cannot run: the message of the row that the error names."""
-    return row(error.row).message(**_words(error, path, precision))
+    """Message of the row that an error of ``models/`` names."""
+    unsupported = row(error.row)
+    get = {"jetrl.precision": precision}.get
+    fitting = f"{TENSOR_PARALLEL}={error.words.get('largest')}, the largest that fits"
+    remedy = unsupported.remedy.replace(SMALLER, fitting)
+    return unsupported.message(get, what=f"{unsupported.what} {path}", why=str(error), remedy=remedy)
 
 
 def model_clause(error: "Unsupported", path: str, precision: str) -> str:
     """The same without the remedy and the full stop."""
-    return row(error.row).clause(**_words(error, path, precision))
-
-
-def _words(error: "Unsupported", path: str, precision: str) -> dict[str, Any]:
-    return {"path": path, "error": error, "jetrl.precision": precision, **error.words}
+    unsupported = row(error.row)
+    get = {"jetrl.precision": precision}.get
+    return unsupported.clause(get, what=f"{unsupported.what} {path}", why=str(error))
 
 
 @contextmanager
 def explained(path: str, precision: str) -> Iterator[None]:
-    """Inside, what ``models/`` and ``nn/`` raise of a model becomes ``UnsupportedConfiguration``, its row's message.
-
-    Args:
-        path: of the model. precision: of the run.
-    """
+    """Turn what ``models/`` and ``nn/`` raise about the model at ``path`` into ``UnsupportedConfiguration``."""
     from jetrl_verl.models import Unsupported
 
     try:

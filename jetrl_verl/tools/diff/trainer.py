@@ -115,7 +115,8 @@ class Trainer:
                 share_operations(model, options.kv_cache)
         except models.Unsupported as error:
             if options is None:
-                raise DiffError(refusal("model_of_a_command", path=folder, command="diff", error=error)) from None
+                what = f"the model {folder}"
+                raise DiffError(refusal("model_of_a_command", what=what, why=str(error))) from None
             raise DiffError(model_refusal(error, str(folder), options.precision)) from None
         except UnsupportedConfiguration as error:
             raise DiffError(str(error)) from None

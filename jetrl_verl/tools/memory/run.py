@@ -142,7 +142,7 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
 
     costs = []
     for row in TABLE:
-        if row.found == COMPOSITION and row.scope.refused:
+        if row.known == COMPOSITION and row.scope.refused:
             stock = row.scope.stock or row.keys == ("jetrl.operations",)
             effect = REFUSED if row not in INEXACT_ROWS else STOCK if stock else INEXACT
             costs += [(effect, row.message(as_exact, **words)) for words in row.met(as_exact)]

@@ -1,0 +1,130 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/support.md from the table of what is supported with what (jetrl_verl/config/support/).
+
+python scripts/support_page.py
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from jetrl_verl.config.support.algorithms import ALGORITHM_ROWS  # noqa: E402
+from jetrl_verl.config.support.general import GENERAL_ROWS  # noqa: E402
+from jetrl_verl.config.support.limits import PINS, WGRAD_IN_TRITON  # noqa: E402
+from jetrl_verl.config.support.machine import MACHINE_ROWS  # noqa: E402
+from jetrl_verl.config.support.operations import SHARED_ROWS  # noqa: E402
+from jetrl_verl.config.support.options import OPTION_ROWS  # noqa: E402
+from jetrl_verl.config.support.row import Row  # noqa: E402
+from jetrl_verl.config.support.scopes import AUTO, EVERY, EXACT  # noqa: E402
+from jetrl_verl.config.support.table import TABLE  # noqa: E402
+from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS  # noqa: E402
+from jetrl_verl.models import model_types  # noqa: E402
+
+PAGE = ROOT / "docs" / "support.md"
+
+SUMMARY = """\
+# What is supported with what
+
+- **Training**: FSDP and FSDP2, full weights in FP32 or BF16; no LoRA, Megatron or quantization-aware training.
+- **Rollout**: vLLM on the trainer's GPUs, tensor and data parallel, BF16 activations, verl's naive weight sync.
+- **Models**: text decoders of type {types}.
+- **Machines**: NVIDIA GPUs of compute capability 8.9 or newer. Only Hopper (H100, H200) has been run on.
+- **Releases**: verl {verl}, vLLM {vllm}, torch {torch}, transformers {transformers}.
+- **Equality in every bit** (`precision=jet_fp8_exact`): Hopper, heads of 128, SiLU, no sliding windows; samples of the
+  whole softmax, without `top_p`, `top_k` or penalties.
+- `jet_fp8` runs where the shared operations do not, with each side's own operations; log-probabilities then differ.
+- What is not supported stops with one sentence: "X is not supported with Y: why. Set Z." Nearly always before a GPU is
+  taken; the section "In a worker" has what stops later.
+
+`python scripts/support_page.py` writes this page from `jetrl_verl/config/support/`, which the checks read. A row is
+something that is *not* supported; its remedy is the value to set. Keys are written without `actor_rollout_ref.`."""
+
+NOTES = (
+    "`jet_fp8` with a rollout over several GPUs: the trainer multiplies o and down in as many slices of K as the "
+    "rollout has ranks, since those round there: 0.9 to 1.4% of an update at TP 2 to 8 (8B, 8192 tokens, H200).",
+    "Small micro-batches of small models take BF16's time: the update is host-bound. `jetrl.gathered=batch` takes a "
+    "fifth of an update away.",
+    "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at "
+    f"{WGRAD_IN_TRITON} of BF16's speed; a line at the start of a run says so.",
+    "`jetrl reshard` does not support FSDP1 checkpoints and remote paths; a run resumes on another number of GPUs with "
+    "FSDP2 alone.",
+    "A single request, as of a validation or an agent loop, may set `top_p`, `top_k` or penalties under shared "
+    "operations; it gets vLLM's own log-probabilities.",
+)
+"""What runs, at a price, or stops another command: no row, since no run is refused."""
+
+SECTIONS = (
+    (
+        "From the configuration",
+        "Refused by every precision but `bf16`, at the command line.",
+        GENERAL_ROWS,
+    ),
+    (
+        "From the machine and the model",
+        "Refused by every precision but `bf16`, in the driver, before Ray starts.",
+        [row for row in MACHINE_ROWS if not row.scope.stock],
+    ),
+    (
+        "Shared operations",
+        "Under `jetrl.operations=auto`, the default of `jet_fp8`, these make the operations `stock`, and a line on "
+        "stderr says so. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused.",
+        [row for row in (*SHARED_ROWS, *MACHINE_ROWS) if row.scope.stock and row.scope.refused],
+    ),
+    (
+        "What the driver cannot know",
+        "Under `jetrl.operations=auto` these make the operations `stock`; `jetrl.operations=shared` is accepted.",
+        [row for row in TABLE if row.scope is AUTO],
+    ),
+    (
+        "Equality in every bit",
+        "Refused by `precision=jet_fp8_exact` alone: the two sides would differ in the last bits.",
+        [row for row in TABLE if row.scope is EXACT],
+    ),
+    ("Losses, clipping, corrections", "Refused at the command line.", ALGORITHM_ROWS),
+    ("Options", "Refused at the command line.", [row for row in OPTION_ROWS if row.scope is not EXACT]),
+    (
+        "In a worker",
+        "Refused in the worker that builds the trainer's model or the engine, after the GPUs are taken, also where the "
+        "driver has made `jetrl.operations=auto` `shared`: it cannot see these.",
+        WORKER_ROWS,
+    ),
+    ("Commands", "", COMMAND_ROWS),
+)
+
+
+def document() -> str:
+    """docs/support.md."""
+    types = ", ".join(f"`{name}`" for name in sorted(model_types()))
+    parts = [SUMMARY.format(types=types, **PINS)]
+    for title, text, rows in SECTIONS:
+        parts += [f"## {title}", *filter(None, [text]), table(rows)]
+    parts += ["## Supported, at a price", "\n".join(f"- {note}" for note in NOTES)]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows in Markdown, without columns that are empty or the same in all."""
+    lines = [("what", "setting", "with", "why", "remedy"), *map(cells, rows)]
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:]) and len(set(column[1:])) > 1]
+    lines = list(zip(*columns, strict=True))
+    lines.insert(1, ("---",) * len(columns))
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def cells(row: Row) -> tuple[str, str, str, str, str]:
+    keys: dict[str, list[str]] = {}
+    for key, wrong in row.settings.items():
+        keys.setdefault(wrong.doc, []).append(f"`{key}`")
+    settings = "; ".join(f"{', '.join(names)} {doc}" for doc, names in keys.items())
+    uses = dict.fromkeys(f"`{wrong.use}`" for wrong in row.settings.values() if wrong.use is not None)
+    remedy = " or ".join(uses) + row.remedy if uses else row.remedy
+    scope = "" if row.scope is EVERY else row.scope.doc
+    return tuple(text.replace("actor_rollout_ref.", "") for text in (row.feature, settings, scope, row.reason, remedy))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document())

@@ -5,7 +5,6 @@ contradicts them.
 """
 
 import pytest
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.config import omega_conf_to_dataclass
@@ -93,53 +92,6 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
     assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2.0)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).jetrl.correction == "adaptive"
     assert compose(f"precision={precision}") == compose(f"precision={precision}", "correction=fixed")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    [
-        (["precision=qurl_int8", f"{ROLLOUT}.calculate_log_probs=false"], f"Set {ROLLOUT}.calculate_log_probs=true"),
-        (["precision=qurl_fp8", f"{CORRECTION}.rollout_is=sequence"], f"Set {CORRECTION}.rollout_is=token"),
-        (
-            ["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.policy_loss.loss_mode=gpg"],
-            "no clip bounds to calibrate. Set",
-        ),
-        (["precision=fp8_rollout", "clip=calibrated"], "jetrl.train=bf16 is not supported with jetrl.clip=calibrated"),
-        (["precision=jet_fp8", "clip=calibrated", f"{ACTOR}.ppo_mini_batch_size=1024"], "every ratio is 1"),
-        (["clip=calibrated"], "an option of the jetrl node is not supported with precision=bf16. Set precision="),
-        (["precision=int8_rollout", "jetrl.train=fp8"], "Set jetrl.rollout=fp8, or jetrl.train=bf16"),
-        (
-            ["precision=int8_rollout", "jetrl.scale_rule=pow2"],
-            "jetrl.scale_rule=pow2 is not supported with jetrl.rollout=int8: INT8 has one scale rule",
-        ),
-        (["precision=int8_rollout", "jetrl.int8_scales=profile"], "jetrl.int8_scales=profile is not supported"),
-        (
-            ["precision=fp8_rollout", "jetrl.int8_scales=first"],
-            "=first is not supported with jetrl.rollout=fp8",
-        ),
-        (["precision=qurl_fp8", "jetrl.invariant_scaling=0"], "jetrl.invariant_scaling to a positive number"),
-        (["correction=adaptive"], "an option of the jetrl node is not supported with precision=bf16. Set precision="),
-        (
-            ["precision=jet_fp8_exact", "correction=adaptive", f"{ROLLOUT}.tensor_model_parallel_size=1"],
-            "nothing is to be corrected",
-        ),
-        (
-            ["precision=qurl_fp8", "correction=adaptive"],
-            "=qurl_acr is not supported with jetrl.correction=adaptive",
-        ),
-        (
-            ["precision=fp8_rollout", "correction=adaptive", f"{ROLLOUT}.calculate_log_probs=false"],
-            f"Set {ROLLOUT}.calculate_log_probs=true",
-        ),
-        (["precision=fp8_rollout", "jetrl.correction_scale=0"], "jetrl.correction_scale to a positive number"),
-        (["precision=jet_fp8", "jetrl.clip_interval=2.5"], "jetrl.clip_interval=2.5 is not supported"),
-    ],
-)
-def test_contradictions_are_refused_at_composition(compose, overrides, sentence):
-    with pytest.raises(ConfigCompositionException) as refused:
-        compose(*overrides, *SIZES)
-    message = str(refused.value)
-    assert sentence in message and message.count(". Set ") == 1 and message.endswith(".")
 
 
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan"), "1.5", None])

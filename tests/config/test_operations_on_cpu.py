@@ -108,44 +108,6 @@ def test_what_only_parts_the_last_bits_does_not_stand_against_shared(hopper, run
     assert run(settings)[0] == run(settings, "shared")[0] == "shared"
 
 
-UNCOVERED = [
-    ({f"{MODEL}.use_fused_kernels": True}, "false"),
-    ({f"{MODEL}.use_liger": True}, "false"),
-    ({f"{MODEL}.tiled_mlp.enabled": True}, "false"),
-    ({f"{ACTOR}.use_prefix_grouper": True}, "false"),
-    ({"distillation.enabled": True}, "false"),
-    ({f"{VLLM}.attention_backend": "FLASHINFER"}, "FLASH_ATTN"),
-    ({f"{VLLM}.attention_config": {"flash_attn_version": 2}}, "null"),
-    ({f"{VLLM}.decode_context_parallel_size": 2}, "1"),
-    ({f"{VLLM}.model_impl": "transformers"}, "auto"),
-    ({f"{VLLM}.logits_processors": ["a.b"]}, "[]"),
-    ({f"{MODEL}.hf_config_path": "elsewhere"}, "null"),
-    ({f"{ROLLOUT}.top_p": 0.95}, "1"),
-    ({f"{ROLLOUT}.top_k": 50}, "-1"),
-    ({f"{ROLLOUT}.repetition_penalty": 1.1}, "1"),
-    ({f"{ROLLOUT}.temperature": 0}, "1"),
-    ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "processed_logprobs"),
-    ({f"{VLLM}.logprobs_mode": "raw_logits"}, "processed_logprobs"),
-]
-
-
-@pytest.mark.parametrize(("settings", "use"), UNCOVERED, ids=[str(settings) for settings, _ in UNCOVERED])
-def test_what_the_operations_cannot_do_makes_auto_stock_and_is_refused_under_shared(hopper, run, model, settings, use):
-    ((key, value),) = settings.items()
-    said = f"{key}={str(value).lower() if isinstance(value, bool) else value}"
-    settings |= {f"{MODEL}.path": model()}
-    operations, reason = run(settings)
-    unsupported = f"{said} is not supported with jetrl.operations=shared: "
-    assert operations == "stock" and reason.count("\n") == 1
-    assert reason.startswith(f"jetrl_verl: jetrl.operations=auto is stock, since {unsupported}")
-    assert run(settings, "stock") == ("stock", "")
-    with pytest.raises(UnsupportedConfiguration) as refused:
-        run(settings, "shared")
-    message = str(refused.value)
-    assert message.startswith(unsupported)
-    assert message.endswith(f". Set {key}={use}, or precision=jet_fp8 jetrl.operations=stock, or precision=bf16.")
-
-
 def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, monkeypatch):
     settings = {f"{MODEL}.path": model()}
     hopper((9, 0), (8, 9))
@@ -164,26 +126,6 @@ def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, 
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert "since the shared operations are slow on a CPU" in run(settings)[1]
     assert run(settings, "shared") == ("shared", "")  # slow, not impossible
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"head_dim": 64}, ": the shared operations do not cover heads of 64."),
-        ({"hidden_act": "gelu"}, "the shared operations do not cover the activation gelu."),
-        ({"final_logit_softcapping": 30.0}, "the shared operations do not cover soft-capped scores or logits."),
-        ({"logit_scale": 0.5}, "the shared operations do not cover scaled logits."),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "sliding window attention."),
-        (
-            {"model_type": "mixtral"},
-            ", qwen2, qwen3, qwen3_moe, seed_oss.",
-        ),
-    ],
-    ids=str,
-)
-def test_a_model_that_is_not_covered_makes_auto_stock(hopper, run, model, changes, reason):
-    operations, said = run({f"{MODEL}.path": model(num_hidden_layers=2, **changes)})
-    assert operations == "stock" and said.endswith(f"{reason}\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -228,22 +170,6 @@ def test_a_model_that_cannot_be_read_makes_auto_stock(hopper, run):
     assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 
-@pytest.mark.parametrize(
-    ("precision", "linears"), [("jet_fp8", "fp8"), ("jet_fp8_exact", "fp8"), ("bf16_shared", "bf16")]
-)
-def test_the_environment_refuses_shared_on_another_gpu(hopper, precision, linears):
-    options = JetConfig(precision, train=linears, rollout=linears, operations="shared")
-    config = OmegaConf.create({"jetrl": options.as_dict()})
-    environment.check_environment(config)
-    hopper((8, 9))
-    with pytest.raises(UnsupportedConfiguration) as refused:
-        environment.check_environment(config)
-    assert str(refused.value) == (
-        "GPU 0, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: FlashAttention 3 "
-        "needs 9.0. Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16."
-    )
-
-
 def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
     """Through Hydra, as a run gets it."""
     runnable = [f"{ROLLOUT}.name=vllm", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{MODEL}.path={model()}"]
@@ -259,15 +185,3 @@ def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
 def test_no_process_resolves_auto_for_itself():
     with pytest.raises(UnsupportedConfiguration, match="Set jetrl.operations=shared or jetrl.operations=stock"):
         JetFSDPEngineConfig(jetrl=JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="auto"))
-
-
-@pytest.mark.parametrize("operations", ["auto", "shared"])
-def test_baselines_keep_their_own_operations(operations):
-    with pytest.raises(
-        UnsupportedConfiguration, match=f"jetrl.operations={operations} is not supported.* Set precision=jet_fp8"
-    ):
-        JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations=operations)
-    with pytest.raises(
-        UnsupportedConfiguration, match=f"jetrl.operations={operations} is not supported.* Set precision=jet_fp8"
-    ):
-        JetConfig("qurl_int8", train="bf16", rollout="int8", operations=operations)

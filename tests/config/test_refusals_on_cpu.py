@@ -181,6 +181,10 @@ ALSO_REFUSED = [
     (EXACT, "jetrl.operations=auto"),
     (EXACT, f"+{VLLM}.kv_cache_dtype=fp8"),
     ("precision=qurl_int8", f"{LOSS}=gspo"),
+    ("precision=qurl_int8", "jetrl.operations=shared"),
+    ("precision=int8_rollout", "jetrl.int8_scales=profile"),
+    ("precision=fp8_rollout", "jetrl.correction_scale=0"),
+    (JET, "jetrl.clip_interval=2.5"),
 ]
 
 

@@ -152,6 +152,8 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused(machine, monkeypatch):
     from transformers import AutoTokenizer
 
     path = machine()
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(128))
+    environment.check_vocabulary(path)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
     assert refused(environment.check_vocabulary, path) == (
         f"{MODEL}.use_fused_kernels=true is not supported with the 28 entries of its vocabulary without a token: "

@@ -184,8 +184,10 @@ GENERAL_ROWS: tuple[Row, ...] = (
         "a rollout correction without the rollout's log-probabilities",
         UNSAMPLED,
         "verl then leaves the correction out without a word",
-        dict.fromkeys((f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"), IS_SET),
-        f", or {ROLLOUT}.calculate_log_probs=true",
+        dict.fromkeys(
+            (f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"), Wrong("set", IS_SET.test, example="token_k1")
+        ),
+        f"Set {ROLLOUT}.calculate_log_probs=true",
     ),
     Row(
         "rollout_engine",

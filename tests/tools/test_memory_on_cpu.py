@@ -173,10 +173,10 @@ def test_what_cannot_be_counted_is_one_sentence(words, sentence):
 
 @pytest.mark.parametrize("row", [row for row in INEXACT_ROWS if row.keys], ids=lambda row: row.name)
 def test_a_setting_that_costs_exactness_is_named(row, small, monkeypatch):
-    base, wrong = reader(small), {row.keys[0]: row.example, **row.beside}
+    base, wrong = reader(small), {row.keys[0]: row.settings[row.keys[0]].example, **row.needs}
     monkeypatch.setattr(run, "reader", lambda config: lambda key: wrong[key] if key in wrong else base(key))
     exact = {"jetrl.precision": "jet_fp8_exact", "jetrl.operations": "shared"}
-    message = row.message(exact.get, key=row.keys[0], value=shown(row.example))
+    message = row.message(exact.get, key=row.keys[0], value=shown(row.settings[row.keys[0]].example))
     effect = run.STOCK if row.scope.stock or row.keys == ("jetrl.operations",) else run.INEXACT
     assert (effect, message) in run.costs_of(small, EIGHT, 1)
 

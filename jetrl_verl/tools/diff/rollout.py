@@ -418,7 +418,8 @@ def run(request: Request) -> Recording:
     try:
         family = models.family(llm.llm_engine.model_config.hf_config)
     except models.UnsupportedLayer as error:
-        raise DiffError(refusal("model_of_a_command", what=f"the model {request.model}", why=str(error))) from None
+        words = {"what": f"the model {request.model}", "scope": "jetrl diff", "why": str(error)}
+        raise DiffError(refusal("model_of_a_command", **words)) from None
     shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
     kv_cache = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
     recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache)

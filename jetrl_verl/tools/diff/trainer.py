@@ -115,8 +115,8 @@ class Trainer:
                 share_operations(model, options.kv_cache)
         except models.Unsupported as error:
             if options is None:
-                what = f"the model {folder}"
-                raise DiffError(refusal("model_of_a_command", what=what, why=str(error))) from None
+                words = {"what": f"the model {folder}", "scope": "jetrl diff", "why": str(error)}
+                raise DiffError(refusal("model_of_a_command", **words)) from None
             raise DiffError(model_refusal(error, str(folder), options.precision)) from None
         except UnsupportedConfiguration as error:
             raise DiffError(str(error)) from None

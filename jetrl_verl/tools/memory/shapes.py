@@ -90,7 +90,8 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     try:
         decoder = family(config)
     except UnsupportedLayer as error:
-        raise ToolError(refusal("model_of_a_command", what=f"the model {name}", why=str(error))) from None
+        words = {"what": f"the model {name}", "scope": "jetrl memory", "why": str(error)}
+        raise ToolError(refusal("model_of_a_command", **words)) from None
     try:
         fits = {piece for piece, plan in plan_linears(config, tp, unfit_layers="skip").items() if plan.quantized}
     except UnsupportedLayer:

@@ -40,7 +40,7 @@ from jetrl_verl.kernels.kv_cache import (
     read_kv,
     write_kv,
 )
-from jetrl_verl.kernels.log_probs import Normalised, log_probs
+from jetrl_verl.kernels.log_probs import Normalized, log_probs
 from jetrl_verl.kernels.logits import gradient_dtype, logits, logits_backward
 from jetrl_verl.kernels.norm_rotary import norm_rotary
 from jetrl_verl.kernels.norm_rotary_write import norm_rotary_write, norm_rotary_write_fp8

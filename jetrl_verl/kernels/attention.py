@@ -101,13 +101,13 @@ def _attend(
     q = q.reshape(batch, queries, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     q = q.reshape(batch, kv_heads, group * queries, head_dim)
     k = k.transpose(1, 2).double()
-    held = torch.arange(keys) < lengths[:, None]
-    v = v.masked_fill(~held[:, :, None, None], 0).transpose(1, 2)
+    valid = torch.arange(keys) < lengths[:, None]
+    v = v.masked_fill(~valid[:, :, None, None], 0).transpose(1, 2)
     value_exponents = exponent_of(v.abs().amax(dim=-1))[:, :, None, :]
     v = v.double()
 
     hidden = torch.arange(keys) > positions[:, :, None]
-    hidden = (hidden | ~held[:, None, :]).repeat(1, group, 1)[:, None]
+    hidden = (hidden | ~valid[:, None, :]).repeat(1, group, 1)[:, None]
     scores = (q @ k.transpose(-1, -2)).mul_(scale).masked_fill_(hidden, -torch.inf)
     p = exp(scores.sub_(scores.amax(dim=-1, keepdim=True)))
     denominator = sum_of_fractions(p, _DENOMINATOR_BITS)
@@ -358,12 +358,12 @@ def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, bl
         if not count:
             continue
         rows = (fresh == count).nonzero().squeeze(1)
-        held = lengths[rows].long()
-        longest = int(held.max())
+        in_cache = lengths[rows].long()
+        longest = int(in_cache.max())
         keys, values = read(block_table[rows, : -(-longest // block_size)].long(), longest)
         index = cu_queries[rows, None].long() + torch.arange(count)
-        positions = (held - count)[:, None] + torch.arange(count)
-        out[index] = _attend_in_pieces(q[index], keys, values, positions, held, scale)
+        positions = (in_cache - count)[:, None] + torch.arange(count)
+        out[index] = _attend_in_pieces(q[index], keys, values, positions, in_cache, scale)
     return out
 
 

@@ -40,15 +40,15 @@ def _one_kernel(words_ptr, constants_ptr, out_ptr, words_per_row, BLOCK: tl.cons
 
 @jit
 def _many_kernel(table_ptr, constants_ptr, out_ptr, matrices, HALVINGS: tl.constexpr, BLOCK: tl.constexpr):
-    """``table_ptr``: int64 ``[matrices, 3]``, the blocks in front of a matrix, its address, its blocks in a row."""
+    """``table_ptr``: int64 ``[matrices, 3]``, the blocks before a matrix, its address, its blocks in a row."""
     block = tl.program_id(0)
-    found, behind = 0, matrices
+    low, high = 0, matrices
     for _ in tl.static_range(HALVINGS):
-        middle = (found + behind) // 2
+        middle = (low + high) // 2
         inside = tl.load(table_ptr + middle * 3) <= block
-        found = tl.where(inside, middle, found)
-        behind = tl.where(inside, behind, middle)
-    entry = table_ptr + found * 3
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle)
+    entry = table_ptr + low * 3
     at = block - tl.load(entry)
     words_ptr = tl.load(entry + 1).to(tl.pointer_type(tl.int64))
     in_a_row = tl.load(entry + 2)
@@ -58,19 +58,19 @@ def _many_kernel(table_ptr, constants_ptr, out_ptr, matrices, HALVINGS: tl.const
 
 @implements("block_sums", "reference")
 def reference_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
-    """As :func:`block_sums`, a product and a sum of torch's for each matrix."""
-    constants, found = constants.view(1, BLOCK, 1, _WORDS), []
+    """As :func:`block_sums`, one matrix at a time."""
+    constants, sums = constants.view(1, BLOCK, 1, _WORDS), []
     for matrix in matrices:
         # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
         words = matrix.contiguous().view(torch.int64).view(-1, BLOCK, matrix.shape[1] // BLOCK, _WORDS)
-        found.append((words * constants).sum(dim=(1, 3)).view(-1))
-    return torch.cat(found)
+        sums.append((words * constants).sum(dim=(1, 3)).view(-1))
+    return torch.cat(sums)
 
 
 @lru_cache(maxsize=8)
 def _table(places: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
-    """Kept: where live parameters lie is the same in every sync."""
-    # From memory that is not pinned: the driver has read it when the call returns, and nobody waits for the stream.
+    """Cached: live parameters stay in place from sync to sync."""
+    # From unpinned memory: the driver has read it when the call returns, without a wait for the stream.
     return torch.tensor(places, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
@@ -114,12 +114,11 @@ def block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> tor
     """Sums of the 128x128 blocks of matrices, their bytes as 64-bit words times ``constants``, modulo 2^64.
 
     Args:
-        matrices: at least one, ``[N, K]`` of one byte an element, N and K multiples of 128; read where they lie, so on
-            one device.
-        constants: ``[2048]`` int64 of the words of a block, row by row.
+        matrices: at least one, ``[N, K]`` of one byte an element, N and K multiples of 128, on one device.
+        constants: ``[2048]`` int64, one for each word of a block, row by row.
 
     Returns:
-        int64 ``[blocks]``: those of the first matrix, row by row, then of the next.
+        int64 ``[blocks]``: blocks of the first matrix, row by row, then of the next.
 
     Raises:
         ValueError: a matrix of another form.

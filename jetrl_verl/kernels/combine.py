@@ -16,9 +16,9 @@ from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
 
 _MANY, _FEW = (1024, 4), (256, 1)
-"""Elements of a row and warps of a program: 8 elements a thread."""
+"""Elements of a row and warps of a program."""
 _FEW_ELEMENTS = 2**17
-"""At most so many, 128 programs of 1024, are few."""
+"""At most this many elements, 128 programs of 1024, are few."""
 
 implements("combine", "reference")(reference.combine)
 implements("combine_of_ranks", "reference")(reference.combine_of_ranks)
@@ -39,7 +39,7 @@ def sum_of_rows(y_ptr, row_ptr, column, mask, columns, K: tl.constexpr):
 def _combine_kernel(
     y_ptr, row_ptr, out_ptr, elements, columns, RANKS: tl.constexpr, K: tl.constexpr, TILE: tl.constexpr
 ):
-    """``elements`` of a rank's rows."""
+    """``elements``: of the rows of one rank."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < columns
@@ -74,11 +74,6 @@ def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 
 
 @operator("combine(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[1]))
-def _combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    require_bf16("combine", y=y)
-    return lookup("combine", y.device)(y, row)
-
-
 def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum of its rows.
 
@@ -86,20 +81,16 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         y: ``[R, H]`` BF16. row: ``[T, k]`` int32 (:class:`jetrl_verl.reference.Segments`).
 
     Returns:
-        ``[T, H]`` BF16. No gradient of its own.
+        ``[T, H]`` BF16. No autograd.
 
     Raises:
         TypeError: ``y`` is not BF16.
     """
-    return _combine(y, row)
+    require_bf16("combine", y=y)
+    return lookup("combine", y.device)(y, row)
 
 
 @operator("combine_of_ranks(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]))
-def _combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    require_bf16("combine_of_ranks", y=y)
-    return lookup("combine_of_ranks", y.device)(y, row)
-
-
 def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum over ranks of the rounded sums of its rows.
 
@@ -107,9 +98,10 @@ def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
         y: ``[ranks, R, H]`` BF16 (:func:`grouped_gemm_nt_of_ranks`). row: ``[T, k]`` int32.
 
     Returns:
-        ``[T, H]`` BF16. No gradient of its own.
+        ``[T, H]`` BF16. No autograd.
 
     Raises:
         TypeError: ``y`` is not BF16.
     """
-    return _combine_of_ranks(y, row)
+    require_bf16("combine_of_ranks", y=y)
+    return lookup("combine_of_ranks", y.device)(y, row)

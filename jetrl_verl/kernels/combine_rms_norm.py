@@ -78,17 +78,6 @@ def _fake(y, row, residual, weight, eps):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
 
 
-@operator(
-    "combine_add_rms_norm(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    fake=_fake,
-)
-def _combine_add_rms_norm(
-    y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    _check("combine_add_rms_norm", y, row, residual, weight)
-    return lookup("combine_add_rms_norm", y.device)(y, row, residual, weight, eps)
-
-
 def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
     normed = residual.new_empty(residual.shape if with_normed else 0)
     return normed, residual.new_empty(residual.shape), fake_rowwise(residual)
@@ -108,13 +97,17 @@ def _combine_add_rms_norm_quantize(
     rule: str,
     with_normed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-    """Normalised rows, or an empty tensor unless asked for, the residual sum, 1x128 qdata of the former."""
+    """Normalized rows, or an empty tensor unless asked for, the residual sum, 1x128 qdata of the former."""
     _check("combine_add_rms_norm_quantize_1x128", y, row, residual, weight)
     run = lookup("combine_add_rms_norm_quantize_1x128", y.device)
     normed, total, quantized = run(y, row, residual, weight, eps, rule, with_normed)
     return normed if with_normed else y.new_empty(0), total, quantized
 
 
+@operator(
+    "combine_add_rms_norm(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_fake,
+)
 def combine_add_rms_norm(
     y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,13 +118,14 @@ def combine_add_rms_norm(
         residual: ``[T, H]`` BF16. weight: ``[H]``. eps: added to the mean of squares.
 
     Returns:
-        (normalised, residual sum rounded to BF16), each ``[T, H]`` BF16.
+        (normalized, residual sum rounded to BF16), each ``[T, H]`` BF16.
 
     Raises:
         TypeError: ``y`` or ``residual`` is not BF16. ValueError: shapes that do not fit.
     """
     require_bf16("combine_add_rms_norm", y=y, residual=residual)
-    return _combine_add_rms_norm(y, row, residual, weight, eps)
+    _check("combine_add_rms_norm", y, row, residual, weight)
+    return lookup("combine_add_rms_norm", y.device)(y, row, residual, weight, eps)
 
 
 def combine_add_rms_norm_quantize_1x128(
@@ -148,10 +142,10 @@ def combine_add_rms_norm_quantize_1x128(
 
     Args:
         y: ``[R, H]`` BF16, H a multiple of 128. row: ``[T, k]`` int32. residual: ``[T, H]`` BF16. weight: ``[H]``.
-        rule: scale rule, ``"fp32"`` or ``"pow2"``. with_normed: whether the normalised rows are wanted in BF16 too.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``. with_normed: whether the normalized rows are wanted in BF16 too.
 
     Returns:
-        (FP8 data ``[T, H]`` and scales ``[T, H/128]`` of the normalised rows, as source these rows in BF16 or None;
+        (FP8 data ``[T, H]`` and scales ``[T, H/128]`` of the normalized rows, as source these rows in BF16 or None;
         residual sum rounded to BF16).
 
     Raises:

@@ -24,21 +24,19 @@ CLUSTERS = (1, 2, 4, 8)
 """Thread blocks that can share a request and KV head."""
 
 MOST_PAIRS_OF_BF16 = 2048
-"""Pairs of a request and a KV head up to which decode steps over a BF16 cache run the native kernel, not FlashAttention
-3. As many were measured: at 384 tokens it takes 0.80 of FlashAttention's time, and 1.005 to 1.03 with 512 and 256 pairs
-of 4k and 16k tokens, where both wait for memory alone (docs/log.md). A graph knows no lengths."""
+"""Most pairs of a request and a KV head with which decode steps over a BF16 cache run the native kernel, not
+FlashAttention 3. Above, both wait for memory alone (docs/log.md). A CUDA graph cannot choose by lengths."""
 
 
 _EIGHT = native.ALIGNMENT // 2
-"""Elements of BF16 that copies move at a time."""
+"""BF16 elements of one 16-byte copy."""
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
-    """Thread blocks for each of so many pairs of a request and a KV head: two, up to two blocks on a multiprocessor;
-    more where there is a multiprocessor for each, since the softmax that each of them repeats takes the others' issue
-    slots. (Whether all clusters of four or eight find room at once, the kernel's launch asks the device.)
+    """Thread blocks for each of these pairs of a request and a KV head, independent of lengths for CUDA graphs.
 
-    It depends on nothing that only the device knows, such as lengths: a CUDA graph keeps the choice.
+    Two as long as a multiprocessor has at most two blocks. More only where each block has a multiprocessor, since all
+    blocks of a cluster repeat the softmax. The launch checks that clusters of four or eight fit at once.
     """
     fits = [c for c in CLUSTERS if pairs * c <= multiprocessors * (2 if c <= 2 else 1)]
     return max(fits, default=1)
@@ -55,8 +53,8 @@ def reference_decode_attention(q, cache, lengths, block_table, scale: float, out
 def flash_decode_attention(q, cache, lengths, block_table, scale: float, out) -> None:
     """As :func:`decode_attention`; waits for the device to learn the lengths."""
     cu_queries = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    held = lengths.tolist()
-    flash_chunk_attention(q, cache, cu_queries, 1, lengths, held, block_table, scale, out)
+    lengths_list = lengths.tolist()
+    flash_chunk_attention(q, cache, cu_queries, 1, lengths, lengths_list, block_table, scale, out)
 
 
 def _heads_suit(heads: int, kv_heads: int) -> bool:
@@ -205,18 +203,18 @@ def native_decode_attention_bf16(
 
 
 @implements("chunk_attention", "reference")
-def reference_chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out) -> None:
+def reference_chunk_attention(q, cache, cu_queries, most_queries, lengths, _, block_table, scale, out) -> None:
     """As :func:`chunk_attention`."""
     out.copy_(paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale))
 
 
 @implements("chunk_attention", "flash_attention_3")
-def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out) -> None:
+def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, lengths_list, block_table, scale, out) -> None:
     """As :func:`chunk_attention`, over dequantized keys and values."""
-    cu_lengths = torch.zeros(len(held) + 1, dtype=torch.int32, device=q.device)
+    cu_lengths = torch.zeros(len(lengths_list) + 1, dtype=torch.int32, device=q.device)
     torch.cumsum(lengths, 0, out=cu_lengths[1:])
-    longest = max(held)
-    keys, values = read_kv(cache, block_table, lengths, cu_lengths, sum(held), longest)
+    longest = max(lengths_list)
+    keys, values = read_kv(cache, block_table, lengths, cu_lengths, sum(lengths_list), longest)
     vllm_kernels.flash_attention_3_chunks(q, keys, values, cu_queries, cu_lengths, most_queries, longest, scale, out)
 
 
@@ -235,15 +233,6 @@ def _decode_attention(q, *call) -> None:
 )
 def _decode_attention_bf16(q, *call) -> None:
     lookup("decode_attention_bf16", q.device, q, *call)(q, *call)
-
-
-@operator(
-    "chunk_attention(Tensor q, Tensor cache, Tensor cu_queries, int most_queries, Tensor lengths, int[] held,"
-    " Tensor block_table, float scale, Tensor(a!) out) -> ()",
-    fake=lambda *_: None,
-)
-def _chunk_attention(q, *call) -> None:
-    lookup("chunk_attention", q.device)(q, *call)
 
 
 def decode_attention(
@@ -308,8 +297,8 @@ def decode_attention_bf16(
 
 
 def decodes_natively(requests: int, heads: int, kv_heads: int, head_dim: int, page_size: int, dtype) -> bool:
-    """Whether :func:`decode_attention_bf16` of so many requests runs the native kernel, for who must know before there
-    are tensors. Tensors whose addresses or strides it cannot read run FlashAttention 3 all the same.
+    """Whether :func:`decode_attention_bf16` of this many requests runs the native kernel, for callers that choose
+    before tensors exist. Tensors with addresses or strides that it cannot read still run FlashAttention 3.
 
     Args:
         heads, kv_heads, head_dim: of this rank. page_size: tokens of a page. dtype: of the cache.
@@ -317,13 +306,18 @@ def decodes_natively(requests: int, heads: int, kv_heads: int, head_dim: int, pa
     return _are_few(requests, kv_heads) and _form_suits_bf16(heads, kv_heads, head_dim, page_size, dtype)
 
 
+@operator(
+    "chunk_attention(Tensor q, Tensor cache, Tensor cu_queries, int most_queries, Tensor lengths, int[] lengths_list,"
+    " Tensor block_table, float scale, Tensor(a!) out) -> ()",
+    fake=lambda *_: None,
+)
 def chunk_attention(
     q: torch.Tensor,
     cache: torch.Tensor,
     cu_queries: torch.Tensor,
     most_queries: int,
     lengths: torch.Tensor,
-    held: list[int],
+    lengths_list: list[int],
     block_table: torch.Tensor,
     scale: float,
     out: torch.Tensor,
@@ -333,6 +327,8 @@ def chunk_attention(
     Args:
         q: ``[N, H, 128]`` BF16, the requests' new tokens one request after another; ``cu_queries`` int32 ``[R + 1]``.
         cache, lengths, block_table, scale, out: as for :func:`decode_attention`, of ``R`` requests.
-        most_queries, held: the most new tokens of one request, and ``lengths`` on the host.
+        most_queries, lengths_list: the most new tokens of one request, and ``lengths`` on the host.
     """
-    _chunk_attention(q, cache, cu_queries, most_queries, lengths, held, block_table, scale, out)
+    lookup("chunk_attention", q.device)(
+        q, cache, cu_queries, most_queries, lengths, lengths_list, block_table, scale, out
+    )

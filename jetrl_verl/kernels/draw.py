@@ -17,10 +17,10 @@ from jetrl_verl.kernels.log_probs import (
     CHUNK,
     ELEMENTS,
     WARPS,
-    Normalised,
+    Normalized,
     log_probs_of,
-    normalise,
-    reference_normalised,
+    normalize,
+    reference_normalized,
     scaled_by,
     whole_rows,
 )
@@ -58,25 +58,25 @@ def _chosen(mass: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     mass = torch.where(mass > 0, mass, 0.0)
     up_to = mass.cumsum(dim=1)
     place = torch.arange(mass.shape[1]).expand(mass.shape)
-    found = torch.where((up_to > uniform[:, None] * up_to[:, -1:]) & (mass > 0), place, mass.shape[1]).amin(dim=1)
-    return torch.minimum(found, torch.where(mass > 0, place, 0).amax(dim=1))
+    first = torch.where((up_to > uniform[:, None] * up_to[:, -1:]) & (mass > 0), place, mass.shape[1]).amin(dim=1)
+    return torch.minimum(first, torch.where(mass > 0, place, 0).amax(dim=1))
 
 
 @implements("draw", "reference")
 def reference_draw(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, Normalised]:
+) -> tuple[torch.Tensor, Normalized]:
     """Tokens ``[N]`` int64, and what their softmax divides by, as :func:`draw_tokens`."""
     rows, columns = logits.shape
     width = min(columns, CHUNK)
     chunks = ceil_div(columns, width)
-    made = Normalised(*(torch.empty((rows, n), dtype=torch.float64) for n in (chunks, chunks, 1, 1)))
+    made = Normalized(*(torch.empty((rows, n), dtype=torch.float64) for n in (chunks, chunks, 1, 1)))
     tokens, uniforms = torch.empty(rows, dtype=torch.int64), reference_uniforms(seeds, counters)
     step = max(1, ELEMENTS // columns)
     for start in range(0, rows, step):
         at = slice(start, start + step)
         scaled = logits[at].double().div_(temperature[at, None].double())
-        made.highest[at], made.log_sum[at] = reference_normalised(scaled)
+        made.highest[at], made.log_sum[at] = reference_normalized(scaled)
         pieces = torch.nn.functional.pad(scaled, (0, chunks * width - columns), value=-torch.inf)
         pieces = pieces.view(len(scaled), chunks, width)
         above = pieces.amax(dim=2)
@@ -92,23 +92,23 @@ def reference_draw(
 
 @implements("drawn_log_probs", "reference")
 def reference_drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalised: Normalised
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`drawn_log_probs`; log-probabilities are ``reference_log_probs``'s."""
     picked = logits.gather(1, tokens[:, None])
     scaled = picked.double().div_(temperature[:, None].double())
-    return (scaled - normalised.highest - normalised.log_sum).float(), (logits >= picked).sum(dim=1)
+    return (scaled - normalized.highest - normalized.log_sum).float(), (logits >= picked).sum(dim=1)
 
 
 @jit
 def _chosen_place(mass, uniform, SIZE: tl.constexpr):
-    """As :func:`_chosen`, of one row. A scan over threads may step back by a rounding, but not to an empty place."""
+    """As :func:`_chosen` for one row. A scan over threads may step back by a rounding, not to an empty place."""
     mass = tl.where(mass > 0, mass.to(tl.float64), 0.0)
     place = tl.arange(0, SIZE)
     up_to = tl.cumsum(mass, axis=0)
     target = uniform * tl.max(up_to, axis=0)
-    found = tl.min(tl.where((up_to > target) & (mass > 0), place, SIZE), axis=0)
-    return tl.minimum(found, tl.max(tl.where(mass > 0, place, 0), axis=0))
+    first = tl.min(tl.where((up_to > target) & (mass > 0), place, SIZE), axis=0)
+    return tl.minimum(first, tl.max(tl.where(mass > 0, place, 0), axis=0))
 
 
 @jit
@@ -140,7 +140,7 @@ def _rank_kernel(
     logits_ptr, tokens_ptr, temperature_ptr, chunk_highest_ptr, counts_ptr, rows, columns, stride, chunks,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    # The chunks that were read last, the first ones, may still lie in the L2.
+    # The chunks that were read last, the first ones, may still be in L2.
     row, chunk = tl.program_id(0) % rows, tl.program_id(0) // rows
     place = row * chunks + chunk
     source = logits_ptr + row.to(tl.int64) * stride
@@ -157,11 +157,11 @@ def _rank_kernel(
 @implements("draw", "triton")
 def triton_draw(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, Normalised]:
-    """As :func:`reference_draw`; another token where a uniform number falls between both sides' roundings."""
+) -> tuple[torch.Tensor, Normalized]:
+    """As :func:`reference_draw`, up to rounding of the cumulated sums."""
     logits, temperature = whole_rows(logits), temperature.contiguous()
-    normalised = normalise(logits, temperature)
-    (rows, columns), chunks = logits.shape, normalised.chunk_sums.shape[1]
+    normalized = normalize(logits, temperature)
+    (rows, columns), chunks = logits.shape, normalized.chunk_sums.shape[1]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
         _draw_kernel[(rows,)](
@@ -169,7 +169,7 @@ def triton_draw(
             temperature,
             seeds.contiguous(),
             counters.contiguous(),
-            *normalised[:3],
+            *normalized[:3],
             tokens,
             columns,
             logits.stride(0),
@@ -178,23 +178,23 @@ def triton_draw(
             CHUNK=CHUNK,
             num_warps=WARPS,
         )
-    return tokens, normalised
+    return tokens, normalized
 
 
 @implements("drawn_log_probs", "triton")
 def triton_drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalised: Normalised
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_drawn_log_probs`."""
     logits, temperature, tokens = whole_rows(logits), temperature.contiguous(), tokens.contiguous()
-    found = log_probs_of(logits, tokens[:, None], temperature, normalised)
-    counts = torch.empty(normalised.chunk_sums.shape, dtype=torch.int32, device=logits.device)
+    values = log_probs_of(logits, tokens[:, None], temperature, normalized)
+    counts = torch.empty(normalized.chunk_sums.shape, dtype=torch.int32, device=logits.device)
     if counts.numel():
         _rank_kernel[(counts.numel(),)](
             logits,
             tokens,
             temperature,
-            normalised.chunk_highest,
+            normalized.chunk_highest,
             counts,
             *logits.shape,
             logits.stride(0),
@@ -202,7 +202,7 @@ def triton_drawn_log_probs(
             CHUNK=CHUNK,
             num_warps=WARPS,
         )
-    return found, counts.sum(dim=1)
+    return values, counts.sum(dim=1)
 
 
 def _fake_draw(logits, temperature, seeds, counters):
@@ -219,22 +219,21 @@ def _fake_draw(logits, temperature, seeds, counters):
 def _draw(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Tokens, and the four of :class:`Normalised`."""
-    tokens, normalised = lookup("draw", logits.device)(logits, temperature, seeds, counters)
-    return tokens, *normalised
+    """Tokens, and the four of :class:`Normalized`."""
+    tokens, normalized = lookup("draw", logits.device)(logits, temperature, seeds, counters)
+    return tokens, *normalized
 
 
 def draw_tokens(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, Normalised]:
+) -> tuple[torch.Tensor, Normalized]:
     """Draw a token of each row from ``softmax(logits / temperature)``, without waiting for the device.
 
     Args:
-        logits: ``[N, V]`` FP32, minus infinity where a token may not be drawn; unchanged. A row with a NaN gives any
-            token, and NaN as its log-probability.
+        logits: ``[N, V]`` FP32, minus infinity where a token may not be drawn. A row with a NaN gives any token, with
+            log-probability NaN.
         temperature: ``[N]`` FP32, positive.
-        seeds, counters: ``[N]`` int64, 64 and 32 random bits a row or a request's seed and a token's position: the same
-            pair draws the same token.
+        seeds, counters: ``[N]`` int64, 64 and 32 bits; the same pair draws the same token.
 
     Returns:
         ``[N]`` int64, and what :func:`drawn_log_probs` needs.
@@ -252,8 +251,8 @@ def draw_tokens(
             raise TypeError(f"draw_tokens: {name} has type {tensor.dtype}, expected {dtype}")
         if name != "logits":
             require_shape("draw_tokens", name, tensor, logits.shape[:1])
-    tokens, *normalised = _draw(logits, temperature, seeds, counters)
-    return tokens, Normalised(*normalised)
+    tokens, *normalized = _draw(logits, temperature, seeds, counters)
+    return tokens, Normalized(*normalized)
 
 
 def _fake_drawn_log_probs(logits, tokens, *_):
@@ -266,19 +265,18 @@ def _fake_drawn_log_probs(logits, tokens, *_):
     fake=_fake_drawn_log_probs,
 )
 def _drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalised: torch.Tensor
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalized: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("drawn_log_probs", logits.device)(logits, tokens, temperature, Normalised(*normalised))
+    return lookup("drawn_log_probs", logits.device)(logits, tokens, temperature, Normalized(*normalized))
 
 
 def drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalised: Normalised
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of ``tokens [N]`` int64 of rows that :func:`draw_tokens` has read: log-probabilities and ranks.
+    """Log-probabilities and ranks of ``tokens [N]`` int64, after :func:`draw_tokens`.
 
     Returns:
-        ``[N, 1]`` FP32, ``log_probs``'s in every bit, and ``[N]`` int64, how many logits of the row are not below the
-        token's.
+        ``[N, 1]`` FP32, the bits of ``log_probs``, and ``[N]`` int64, how many logits are not below that of the token.
     """
     require_shape("drawn_log_probs", "tokens", tokens, logits.shape[:1])
-    return _drawn_log_probs(logits, tokens, temperature, *normalised)
+    return _drawn_log_probs(logits, tokens, temperature, *normalized)

@@ -16,7 +16,7 @@ def _check(x: torch.Tensor, w_qdata: torch.Tensor) -> None:
     if x.dtype != torch.bfloat16:
         raise ValueError(f"jetrl::fprop: x is {x.dtype}; activations are quantized from BF16 values, cast it first.")
     if w_qdata.dtype != FP8_DTYPE:
-        raise ValueError(f"jetrl::fprop: weight qdata are {w_qdata.dtype}, expected {FP8_DTYPE}.")
+        raise ValueError(f"jetrl::fprop: weight qdata is {w_qdata.dtype}, expected {FP8_DTYPE}.")
     if x.shape[-1] != w_qdata.shape[1]:
         raise ValueError(f"jetrl::fprop: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
 
@@ -26,30 +26,10 @@ def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
-@operator(
-    "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
-    fake=_fprop_fake,
-)
-@implements("fprop", "composed")
-def _fprop(
-    x: torch.Tensor,
-    w_qdata: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    rule: str,
-    static_weight: bool = False,
-) -> torch.Tensor:
-    _check(x, w_qdata)
-    a = quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
-    b = QuantizedTensor(w_qdata, w_scales)
-    y = gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
-    return y.reshape(*x.shape[:-1], w_qdata.shape[0])
-
-
 def _check_qdata(x: QuantizedTensor, w_qdata: torch.Tensor) -> None:
     for name, qdata in (("input", x.qdata), ("weight", w_qdata)):
         if qdata.dtype != FP8_DTYPE:
-            raise ValueError(f"jetrl::fprop_quantized: {name} qdata are {qdata.dtype}, expected {FP8_DTYPE}.")
+            raise ValueError(f"jetrl::fprop_quantized: {name} qdata is {qdata.dtype}, expected {FP8_DTYPE}.")
     if x.qdata.shape[-1] != w_qdata.shape[1]:
         raise ValueError(
             f"jetrl::fprop_quantized: x {tuple(x.qdata.shape)} does not fit the weight {tuple(w_qdata.shape)}."
@@ -62,22 +42,10 @@ def _fprop_quantized_fake(x: QuantizedTensor, w_qdata: torch.Tensor, *_) -> torc
 
 
 @operator(
-    "fprop_quantized(Quantized x, Tensor w_qdata, Tensor w_scales, Tensor? bias, bool static_weight=False) -> Tensor",
-    fake=_fprop_quantized_fake,
+    "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
+    fake=_fprop_fake,
 )
-@implements("fprop_quantized", "composed")
-def _fprop_quantized(
-    x: QuantizedTensor,
-    w_qdata: torch.Tensor,
-    w_scales: torch.Tensor,
-    bias: torch.Tensor | None,
-    static_weight: bool = False,
-) -> torch.Tensor:
-    _check_qdata(x, w_qdata)
-    w = QuantizedTensor(w_qdata, w_scales)
-    return gemm_nt(x, w, b_block_scaled=True, bias=bias, static_weight=static_weight)
-
-
+@implements("fprop", "composed")
 def fprop(
     x: torch.Tensor,
     w_qdata: torch.Tensor,
@@ -94,8 +62,8 @@ def fprop(
         w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
         bias: ``[N]`` or None, added in FP32 before the one rounding.
         rule: scale rule of X, ``"fp32"`` or ``"pow2"``; use the one W was quantized with.
-        static_weight: weight and bias were there before the quantizer of X started, which is the kernel right before
-            the multiplication; see ``native_gemm_nt`` in gemm_nt.py. Only the speed depends on it.
+        static_weight: weight and bias were written before the quantizer of X started (``native_gemm_nt``, gemm_nt.py);
+            changes the speed alone.
 
     Returns:
         ``[..., N]`` BF16.
@@ -103,9 +71,18 @@ def fprop(
     Raises:
         ValueError: another type of ``x`` or of the qdata, shapes that do not fit, an unknown rule.
     """
-    return _fprop(x, w_qdata, w_scales, bias, rule, static_weight)
+    _check(x, w_qdata)
+    a = quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
+    b = QuantizedTensor(w_qdata, w_scales)
+    y = gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
+    return y.reshape(*x.shape[:-1], w_qdata.shape[0])
 
 
+@operator(
+    "fprop_quantized(Quantized x, Tensor w_qdata, Tensor w_scales, Tensor? bias, bool static_weight=False) -> Tensor",
+    fake=_fprop_quantized_fake,
+)
+@implements("fprop_quantized", "composed")
 def fprop_quantized(
     x: QuantizedTensor,
     w_qdata: torch.Tensor,
@@ -117,8 +94,7 @@ def fprop_quantized(
 
     Args:
         x: qdata ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
-        static_weight: what ``native_gemm_nt`` in gemm_nt.py asks of the kernel right before this call, which
-            holds for the one that makes ``x``. Only the speed depends on it.
+        static_weight: as in ``native_gemm_nt`` (gemm_nt.py), where the previous kernel is the one that makes ``x``.
 
     Returns:
         ``[M, N]`` BF16.
@@ -126,4 +102,6 @@ def fprop_quantized(
     Raises:
         ValueError: qdata of another type, shapes that do not fit.
     """
-    return _fprop_quantized(x, w_qdata, w_scales, bias, static_weight)
+    _check_qdata(x, w_qdata)
+    w = QuantizedTensor(w_qdata, w_scales)
+    return gemm_nt(x, w, b_block_scaled=True, bias=bias, static_weight=static_weight)

@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The forward of an INT8 linear as one torch operator, ``jetrl::fprop_int8``: what the INT8 rollout calls.
-
-The trainer has no use for it but to probe that the rollout runs the same kernels.
-"""
+"""The forward of an INT8 linear, ``jetrl::fprop_int8``, for the INT8 rollout and the contract check's probes."""
 
 import torch
 
@@ -20,7 +17,7 @@ def _check(x: torch.Tensor, w_qdata: torch.Tensor) -> None:
             f"jetrl::fprop_int8: x is {x.dtype}; activations are quantized from BF16 values, cast it first."
         )
     if w_qdata.dtype != torch.int8:
-        raise ValueError(f"jetrl::fprop_int8: weight qdata are {w_qdata.dtype}, expected torch.int8.")
+        raise ValueError(f"jetrl::fprop_int8: weight qdata is {w_qdata.dtype}, expected torch.int8.")
     if x.shape[-1] != w_qdata.shape[1]:
         raise ValueError(f"jetrl::fprop_int8: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
 
@@ -34,15 +31,6 @@ def _fprop_int8_fake(
 
 @operator("fprop_int8(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias) -> Tensor", fake=_fprop_int8_fake)
 @implements("fprop_int8", "composed")
-def _fprop_int8(
-    x: torch.Tensor, w_qdata: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    _check(x, w_qdata)
-    a = quantize_int8(x.reshape(-1, x.shape[-1]))
-    y = gemm_int8(a, QuantizedTensor(w_qdata, w_scales), bias=bias)
-    return y.reshape(*x.shape[:-1], w_qdata.shape[0])
-
-
 def fprop_int8(
     x: torch.Tensor, w_qdata: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -58,4 +46,7 @@ def fprop_int8(
     Raises:
         ValueError: another type of ``x`` or of the qdata, shapes that do not fit.
     """
-    return _fprop_int8(x, w_qdata, w_scales, bias)
+    _check(x, w_qdata)
+    a = quantize_int8(x.reshape(-1, x.shape[-1]))
+    y = gemm_int8(a, QuantizedTensor(w_qdata, w_scales), bias=bias)
+    return y.reshape(*x.shape[:-1], w_qdata.shape[0])

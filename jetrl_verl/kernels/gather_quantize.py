@@ -99,10 +99,6 @@ def _fake(x, pair, k, rule):
 @operator(
     "gather_quantize_1x128_and_128x1(Tensor x, Tensor pair, int k, str rule) -> (Quantized, Quantized)", fake=_fake
 )
-def _gather_quantize(x: torch.Tensor, pair: torch.Tensor, k: int, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-    return lookup("gather_quantize_1x128_and_128x1", x.device)(x, pair, k, rule)
-
-
 def gather_quantize_1x128_and_128x1(
     x: torch.Tensor, pair: torch.Tensor, k: int, rule: str
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -114,8 +110,8 @@ def gather_quantize_1x128_and_128x1(
         k: experts of a token. rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        (rowwise ``[R, C]``, colwise ``[C, R]``). A row without a pair is zero and has scale 1; nobody may read rows
-        behind the last segment. No gradient of its own.
+        (rowwise ``[R, C]``, colwise ``[C, R]``). A row without a pair is zero and has scale 1; rows after the
+        last segment are undefined. No autograd.
 
     Raises:
         TypeError: ``x`` is not BF16. ValueError: C or R is no multiple of 128, an unknown rule.
@@ -123,4 +119,4 @@ def gather_quantize_1x128_and_128x1(
     require_bf16("gather_quantize_1x128_and_128x1", x=x)
     require_groups("gather_quantize_1x128_and_128x1", x)
     require_groups_of_rows("gather_quantize_1x128_and_128x1", pair)
-    return _gather_quantize(x, pair, k, rule)
+    return lookup("gather_quantize_1x128_and_128x1", x.device)(x, pair, k, rule)

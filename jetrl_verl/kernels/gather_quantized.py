@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of tokens' quantized rows in their experts' segments.
-
-A token is quantized once, however many experts it goes to: a row's qdata do not depend on where the row lies.
-"""
+"""Copy tokens' quantized rows to the segments of their experts."""
 
 import torch
 import triton.language as tl
@@ -31,10 +28,10 @@ def _gather_kernel(
     pair = tl.load(pair_ptr + row)
     token = (pair // k).to(tl.int64)
     word = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    held = word < words
-    x = tl.load(source_ptr + token * words + word, mask=held & (pair >= 0), other=0)
-    tl.store(out_ptr + row * words + word, x, mask=held)
-    # By the programs of a row's first tile alone.
+    valid = word < words
+    x = tl.load(source_ptr + token * words + word, mask=valid & (pair >= 0), other=0)
+    tl.store(out_ptr + row * words + word, x, mask=valid)
+    # Only the program of a row's first tile copies scales.
     group = tl.arange(0, GROUPS)
     mask = (group < groups) & (tl.program_id(1) == 0)
     source = scales_ptr + token * stride_scale_row + group.to(tl.int64) * stride_scale_group
@@ -74,10 +71,6 @@ def _fake(x, pair, k):
 
 
 @operator("gather_quantized(Quantized x, Tensor pair, int k) -> Quantized", fake=_fake)
-def _gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
-    return lookup("gather_quantized", x.qdata.device)(x, pair, k)
-
-
 def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
     """Rows of segments from the qdata of tokens.
 
@@ -92,4 +85,4 @@ def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Quantize
         ValueError: K is no multiple of 128.
     """
     require_groups("gather_quantized", x.qdata)
-    return _gather_quantized(x, pair, k)
+    return lookup("gather_quantized", x.qdata.device)(x, pair, k)

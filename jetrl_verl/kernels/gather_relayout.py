@@ -37,9 +37,9 @@ def reference_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, ru
 
 @jit
 def _load_rows_of_pairs(qdata_ptr, scales_ptr, pair, k, columns, stride_scale_row, column):
-    token, held = (tl.maximum(pair, 0) // k).to(tl.int64), pair >= 0
-    scale = tl.load(scales_ptr + token * stride_scale_row, mask=held, other=0.0)
-    qdata = tl.load(qdata_ptr + token[:, None] * columns + column[None, :], mask=held[:, None], other=0)
+    token, valid = (tl.maximum(pair, 0) // k).to(tl.int64), pair >= 0
+    scale = tl.load(scales_ptr + token * stride_scale_row, mask=valid, other=0.0)
+    qdata = tl.load(qdata_ptr + token[:, None] * columns + column[None, :], mask=valid[:, None], other=0)
     return decode(qdata) * scale[:, None]
 
 
@@ -92,10 +92,6 @@ def triton_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule:
     "gather_relayout_128x1(Quantized x, Tensor pair, int k, str rule) -> Quantized",
     fake=lambda x, pair, k, rule: fake_colwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1]))),
 )
-def _gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
-    return lookup("gather_relayout_128x1", x.qdata.device)(x, pair, k, rule)
-
-
 def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
     """``kernels.relayout_128x1`` of the tokens' rows in segments.
 
@@ -105,12 +101,11 @@ def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: 
         k: experts of a token. rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        Colwise ``[K, R]``. A row without a pair is zero; nobody may read rows behind the last segment. No gradient of
-        its own.
+        Colwise ``[K, R]``. A row without a pair is zero; rows after the last segment are undefined. No autograd.
 
     Raises:
         ValueError: K or R is no multiple of 128, an unknown rule.
     """
     require_groups("gather_relayout_128x1", x.qdata)
     require_groups_of_rows("gather_relayout_128x1", pair)
-    return _gather_relayout(x, pair, k, rule)
+    return lookup("gather_relayout_128x1", x.qdata.device)(x, pair, k, rule)

@@ -45,17 +45,17 @@ def reference_grouped_gemm_nt_of_ranks(
 
 @jit
 def _expert_of(tile, start_ptr, experts, LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(expert, first row, row behind the expert's last) of a tile; behind the last tile the expert is ``experts``."""
-    each = tl.arange(0, LANES)
-    held = each < experts
-    start = tl.load(start_ptr + each, mask=held, other=0)
-    stop = tl.load(start_ptr + each + 1, mask=held, other=0)
+    """(expert, first row, end of the expert's rows) of a tile; after the last tile the expert is ``experts``."""
+    lane = tl.arange(0, LANES)
+    valid = lane < experts
+    start = tl.load(start_ptr + lane, mask=valid, other=0)
+    stop = tl.load(start_ptr + lane + 1, mask=valid, other=0)
     tiles = (stop - start + BLOCK_M - 1) // BLOCK_M
     before = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((held & (before <= tile)).to(tl.int32), axis=0)
-    mine = each == expert
-    first = tl.sum(tl.where(mine, start + (tile - before + tiles) * BLOCK_M, 0), axis=0)
-    return expert, first, tl.sum(tl.where(mine, stop, 0), axis=0)
+    expert = tl.sum((valid & (before <= tile)).to(tl.int32), axis=0)
+    is_expert = lane == expert
+    first = tl.sum(tl.where(is_expert, start + (tile - before + tiles) * BLOCK_M, 0), axis=0)
+    return expert, first, tl.sum(tl.where(is_expert, stop, 0), axis=0)
 
 
 @jit
@@ -75,7 +75,7 @@ def _grouped_gemm_kernel(
     b_scales_ptr += rank * (k // GROUP) * stride_bs_k
     out_ptr += rank.to(tl.int64) * rows * n
     row = first + tl.arange(0, BLOCK_M)
-    held = row < stop
+    valid = row < stop
     read_row = tl.minimum(row, stop - 1).to(tl.int64)
     column = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     read_column = (column % n).to(tl.int64)
@@ -94,14 +94,14 @@ def _grouped_gemm_kernel(
         a_scale_ptrs += stride_as_k
         b_scale_ptrs += stride_bs_k
     out = out_ptr + row.to(tl.int64)[:, None] * n + column[None, :]
-    tl.store(out, acc.to(tl.bfloat16), mask=held[:, None] & (column < n)[None, :])
+    tl.store(out, acc.to(tl.bfloat16), mask=valid[:, None] & (column < n)[None, :])
 
 
 @implements("grouped_gemm_nt_of_ranks", "triton")
 def triton_grouped_gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
 ) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt_of_ranks`; rows behind the last segment are not written."""
+    """See :func:`grouped_gemm_nt_of_ranks`; rows after the last segment are not written."""
     (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)
     if out.numel():
@@ -134,7 +134,7 @@ def triton_grouped_gemm_nt_of_ranks(
 
 @implements("grouped_gemm_nt", "triton")
 def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt`; rows behind the last segment are not written."""
+    """See :func:`grouped_gemm_nt`; rows after the last segment are not written."""
     return triton_grouped_gemm_nt_of_ranks(a, b, start, 1, align)[0]
 
 
@@ -196,8 +196,8 @@ def triton_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.T
 
 
 def _experts_in_one_matrix(b: torch.Tensor) -> bool:
-    """Whether ``b [E, N, K]`` is a matrix of experts below each other, or one of experts beside each other, as
-    ``expert_operand`` of csrc/gemm.h tells them."""
+    """Whether ``b [E, N, K]`` is one matrix with experts below or next to each other (``expert_operand`` of
+    csrc/gemm.h)."""
     (experts, n, k), (of_expert, of_row, of_column) = b.shape, b.stride()
     if of_column != 1 or of_row < k or of_row % native.ALIGNMENT or b.data_ptr() % native.ALIGNMENT:
         return False
@@ -210,8 +210,8 @@ def _experts_in_one_matrix(b: torch.Tensor) -> bool:
 def native_supports_grouped_gemm_nt(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
 ) -> bool:
-    """Whether :func:`native_grouped_gemm_nt` accepts this call: rows of qdata on 16-byte steps, experts' matrices parts
-    of one matrix."""
+    """Whether :func:`native_grouped_gemm_nt` supports this call: rows of qdata on 16-byte steps, the matrices of the
+    experts parts of one matrix."""
     (experts, n, k), rows = b.qdata.shape, a.qdata.shape[0]
     if min(rows, experts, n, k) == 0 or not start.is_contiguous():
         return False
@@ -223,8 +223,7 @@ def native_supports_grouped_gemm_nt(
 def native_supports_grouped_gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
 ) -> bool:
-    """Whether :func:`native_grouped_gemm_nt_of_ranks` accepts this call: as :func:`native_supports_grouped_gemm_nt`,
-    and not too many rows of all ranks."""
+    """Whether :func:`native_grouped_gemm_nt_of_ranks` supports this call."""
     return ranks * a.qdata.shape[0] <= native.MOST and native_supports_grouped_gemm_nt(a, b, start)
 
 
@@ -240,13 +239,12 @@ def native_grouped_gemm_nt_of_ranks(
     static_weight: bool = False,
     static_segments: bool = False,
 ) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt_of_ranks`; rows behind the last segment are not written.
+    """See :func:`grouped_gemm_nt_of_ranks`; rows after the last segment are not written.
 
     Args:
         plan: instead of the choice by shape; for tests and benchmarks.
-        static_weight: what ``native_gemm_nt`` in gemm_nt.py asks of the kernel right before this call. The decode
-            kernel may start under it, and waits before it reads ``start``.
-        static_segments: with it, that kernel does not write ``start`` either: copies of ``b`` may start, too.
+        static_weight: as in ``native_gemm_nt`` (gemm_nt.py); the decode kernel waits before it reads ``start``.
+        static_segments: with it the previous kernel does not write ``start``, and copies of ``b`` may start early too.
 
     Raises:
         ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt_of_ranks`).
@@ -287,16 +285,16 @@ def native_grouped_gemm_nt(
 
 
 def _scales_in_columns(scales: torch.Tensor) -> bool:
-    """Whether the copy engine reads a group's scales at once (``scales_suit_tma`` of csrc/gemm.h)."""
+    """Whether TMA can read the scales of a group (``scales_suit_tma`` of csrc/gemm.h)."""
     rows = scales.shape[0]
-    beside = scales.stride(0) == 1 or rows == 1
+    adjacent = scales.stride(0) == 1 or rows == 1
     laid_out = scales.stride(1) >= rows and scales.stride(1) % native.ALIGNED_ROWS == 0
-    return beside and laid_out and scales.data_ptr() % native.ALIGNMENT == 0
+    return adjacent and laid_out and scales.data_ptr() % native.ALIGNMENT == 0
 
 
 def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> bool:
-    """Whether :func:`native_grouped_wgrad` accepts this call: rows of qdata on 16-byte steps, a group's scales side by
-    side, as the quantizers write them, whole groups of tokens."""
+    """Whether :func:`native_grouped_wgrad` supports this call: rows of qdata on 16-byte steps, scales of a group
+    adjacent, whole groups of tokens."""
     (n, tokens), k, experts = dy.qdata.shape, x.qdata.shape[0], len(start) - 1
     if min(n, k, tokens, experts) <= 0 or tokens % BLOCK or x.qdata.shape[1] != tokens or k % 8:
         return False
@@ -341,31 +339,15 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
 
 
 @operator(
-    "grouped_gemm_nt(Quantized a, Quantized b, Tensor start, int align, bool static_weight=False,"
+    "grouped_gemm_nt(Quantized a, Quantized b, Tensor start, int align=1, bool static_weight=False,"
     " bool static_segments=False) -> Tensor",
     fake=lambda a, b, *others: a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16),
 )
-def _grouped_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    start: torch.Tensor,
-    align: int,
-    static_weight: bool = False,
-    static_segments: bool = False,
-) -> torch.Tensor:
-    _check(a, b, start)
-    backend, run = choose("grouped_gemm_nt", start.device, a, b, start, align)
-    if backend == "native":
-        return run(a, b, start, align, static_weight=static_weight, static_segments=static_segments)
-    return run(a, b, start, align)
-
-
 def grouped_gemm_nt(
     a: QuantizedTensor,
     b: QuantizedTensor,
     start: torch.Tensor,
     align: int = 1,
-    *,
     static_weight: bool = False,
     static_segments: bool = False,
 ) -> torch.Tensor:
@@ -374,46 +356,43 @@ def grouped_gemm_nt(
     Args:
         a: qdata ``[R, K]`` E4M3, scales ``[R, K/128]``. b: qdata ``[E, N, K]`` E4M3 of any strides, scales
             ``[E, N/128, K/128]``. start: ``[E + 1]`` int32 (:class:`jetrl_verl.reference.Segments`).
-        align: what segments were aligned to; nothing checks it, since ``start`` stays on the device.
-        static_weight, static_segments: promises about the kernel right before this call
-            (:func:`native_grouped_gemm_nt_of_ranks`); backends other than ``native`` have no use for them.
+        align: alignment of the segments, not checked: ``start`` stays on the device.
+        static_weight, static_segments: as in :func:`native_grouped_gemm_nt_of_ranks`; other backends ignore them.
 
     Returns:
-        ``[R, N]`` BF16. Nobody may read rows behind the last segment. No gradient of its own.
+        ``[R, N]`` BF16. Rows after the last segment are undefined. No autograd.
 
     Raises:
         ValueError: operands that do not fit.
     """
-    return _grouped_gemm_nt(a, b, start, align, static_weight, static_segments)
+    _check(a, b, start)
+    backend, run = choose("grouped_gemm_nt", start.device, a, b, start, align)
+    if backend == "native":
+        return run(a, b, start, align, static_weight=static_weight, static_segments=static_segments)
+    return run(a, b, start, align)
 
 
 @operator(
-    "grouped_gemm_nt_of_ranks(Quantized a, Quantized b, Tensor start, int ranks, int align) -> Tensor",
-    fake=lambda a, b, start, ranks, align: a.qdata.new_empty(
+    "grouped_gemm_nt_of_ranks(Quantized a, Quantized b, Tensor start, int ranks, int align=1) -> Tensor",
+    fake=lambda a, b, start, ranks, *_: a.qdata.new_empty(
         (ranks, a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16
     ),
 )
-def _grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int
-) -> torch.Tensor:
-    _check(a, b, start)
-    check_k_slices(a.qdata.shape[1], ranks)
-    call = a, b, start, ranks, align
-    return lookup("grouped_gemm_nt_of_ranks", start.device, *call)(*call)
-
-
 def grouped_gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
 ) -> torch.Tensor:
     """:func:`grouped_gemm_nt` of each of ``ranks`` equal slices of K.
 
     Returns:
-        ``[ranks, R, N]`` BF16, rank 0 with the first slice. Nobody may read a rank's rows behind the last segment.
+        ``[ranks, R, N]`` BF16, rank 0 with the first slice. Rows after the last segment are undefined.
 
     Raises:
         ValueError: operands that do not fit, or slices of K that are no multiples of 128.
     """
-    return _grouped_gemm_nt_of_ranks(a, b, start, ranks, align)
+    _check(a, b, start)
+    check_k_slices(a.qdata.shape[1], ranks)
+    call = a, b, start, ranks, align
+    return lookup("grouped_gemm_nt_of_ranks", start.device, *call)(*call)
 
 
 def _fake_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,10 @@ from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
 
 _ROWS = 16
-"""Heads of tokens that a program quantizes."""
+"""Heads that one program quantizes."""
 _CHUNK = tl.constexpr(16)
 _TOKENS = tl.constexpr(UNIT_TOKENS)
-_KEY_SCALES = tl.constexpr(UNIT_TOKENS * HEAD_DIM)  # where they lie in a unit
+_KEY_SCALES = tl.constexpr(UNIT_TOKENS * HEAD_DIM)  # offset in a unit
 _VALUE_SCALES = tl.constexpr(UNIT_TOKENS * TOKEN_BYTES)
 _VALUES = tl.constexpr(UNIT_TOKENS * (TOKEN_BYTES + 1))
 _UNIT_BYTES = tl.constexpr(UNIT_BYTES)
@@ -55,7 +55,7 @@ class QuantizedKV(NamedTuple):
 
 @implements("quantize_kv", "reference")
 def reference_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The four of :class:`QuantizedKV` and the dequantized keys and values, BF16."""
+    """A :class:`QuantizedKV` and the dequantized keys and values, BF16."""
     quantized = [reference.quantize_heads(x) for x in (k, v)]
     return *quantized[0], *quantized[1], *(reference.dequantize_heads(q) for q in quantized)
 
@@ -75,9 +75,9 @@ def reference_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch
 
 @jit
 def _scale_of_head(bits):
-    """Of heads with the maxima ``bits``: their scales, 1 / scale, and the scales' biased exponents, uint8."""
+    """Scales, 1 / scale and biased exponents (uint8) of heads with the maxima ``bits``."""
     scale = scale_of(bits, True)
-    # A head with an Inf or NaN has NaN data; its scale says so, too.
+    # A head with an Inf or NaN has NaN data and scale.
     exponent = tl.where(bits >= INF_BITS, 255, scale.to(tl.int32, bitcast=True) >> 23)
     return scale, reciprocal_of(scale, bits, True), exponent.to(tl.uint8)
 
@@ -89,23 +89,23 @@ def _scale(byte):
 
 @jit
 def _quantize_rows(
-    x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, held, KEEP: tl.constexpr
+    x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, valid, KEEP: tl.constexpr
 ):
     # Words of two neighbours, the left one in the lower half.
     word = tl.arange(0, GROUP // 2)[None, :]
     source = x_ptr.to(tl.pointer_type(tl.int32)) + (token * stride_token + head * stride_head)[:, None] + word
-    held_words = held[:, None]
-    # Read once; what stays in L2 is what attention is about to read.
-    words = tl.load(source, mask=held_words, other=0, eviction_policy="evict_first")
+    valid_words = valid[:, None]
+    # Read once, so that L2 keeps what attention reads next.
+    words = tl.load(source, mask=valid_words, other=0, eviction_policy="evict_first")
     bits = largest_of_halves(largest_halves(words, 1)).to(tl.int32, bitcast=True)
     scale, reciprocal, exponent = _scale_of_head(bits)
     target = row.to(tl.int64)[:, None] * (GROUP // 2) + word
     if KEEP:
         pairs = encode_two(low_half(words), high_half(words), reciprocal[:, None], scale[:, None], True)
-        tl.store(qdata_ptr.to(tl.pointer_type(tl.int16)) + target, pairs, mask=held_words)
-        tl.store(scales_ptr + row, exponent, mask=held)
+        tl.store(qdata_ptr.to(tl.pointer_type(tl.int16)) + target, pairs, mask=valid_words)
+        tl.store(scales_ptr + row, exponent, mask=valid)
     seen = round_halves(words, least_anchor(scale, bits)[:, None])
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + target, seen, mask=held_words)
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + target, seen, mask=valid_words)
 
 
 @jit(do_not_specialize=["rows"])
@@ -116,15 +116,15 @@ def _quantize_kernel(
 ):  # fmt: skip
     # Numbers are read and written as words of two, and strides are in words.
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    held = row < rows
+    valid = row < rows
     token, head = (row // HEADS).to(tl.int64), row % HEADS
     if tl.program_id(1) == 0:
         _quantize_rows(
-            k_ptr, key_ptr, key_scales_ptr, k_out_ptr, token, head, stride_k_token, stride_k_head, row, held, KEEP
+            k_ptr, key_ptr, key_scales_ptr, k_out_ptr, token, head, stride_k_token, stride_k_head, row, valid, KEEP
         )
     else:
         _quantize_rows(
-            v_ptr, value_ptr, value_scales_ptr, v_out_ptr, token, head, stride_v_token, stride_v_head, row, held, KEEP
+            v_ptr, value_ptr, value_scales_ptr, v_out_ptr, token, head, stride_v_token, stride_v_head, row, valid, KEEP
         )
 
 
@@ -135,7 +135,7 @@ def _is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
-    """Keys' qdata and scales, those of values, which are empty unless they are to be kept, and what attention sees."""
+    """qdata and scales of keys and of values, empty without ``keep``, and what attention sees."""
     tokens, heads, _ = k.shape
     k, v = (x if _is_word_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
     kept = tokens if keep else 0
@@ -162,16 +162,16 @@ def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, 
 
 @implements("quantize_dequantize_kv", "triton")
 def triton_quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_quantize_dequantize_kv`, in one launch: four fifths of the bytes of the other."""
+    """As :func:`reference_quantize_dequantize_kv`, in one launch."""
     return _quantize(k, v, False)[4:]
 
 
 @jit
-def _dequantize_rows(qdata_ptr, scales_ptr, out_ptr, row, held):
+def _dequantize_rows(qdata_ptr, scales_ptr, out_ptr, row, valid):
     place = row.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = decode(tl.load(qdata_ptr + place, mask=held[:, None], other=0))
-    value *= _scale(tl.load(scales_ptr + row, mask=held, other=0))[:, None]
-    tl.store(out_ptr + place, value.to(tl.bfloat16), mask=held[:, None])
+    value = decode(tl.load(qdata_ptr + place, mask=valid[:, None], other=0))
+    value *= _scale(tl.load(scales_ptr + row, mask=valid, other=0))[:, None]
+    tl.store(out_ptr + place, value.to(tl.bfloat16), mask=valid[:, None])
 
 
 @jit(do_not_specialize=["rows"])
@@ -217,11 +217,6 @@ def _quantize_kv(k, v):
     return lookup("quantize_kv", k.device)(k, v)
 
 
-@operator("quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv)
-def _quantize_dequantize_kv(k, v):
-    return lookup("quantize_dequantize_kv", k.device)(k, v)
-
-
 @operator(
     "dequantize_kv(Tensor key, Tensor key_scales, Tensor value, Tensor value_scales) -> (Tensor, Tensor)",
     fake=_fake_dequantize_kv,
@@ -231,7 +226,7 @@ def _dequantize_kv(key, key_scales, value, value_scales):
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Tensor, torch.Tensor]:
-    """Keys and values as the cache holds them, and what attention sees of them. No gradient: attention.py has it.
+    """Keys and values as the cache holds them, and what attention sees of them. No autograd: see attention.py.
 
     Args:
         k, v: ``[T, H, 128]`` BF16, any strides; heads that are not contiguous and on 4 bytes are copied first.
@@ -247,11 +242,11 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
     return QuantizedKV(*quantized), k_seen, v_seen
 
 
+@operator("quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv)
 def quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What attention sees of keys and values, without the FP8 data: the last two results of :func:`quantize_kv`, whose
-    arguments and errors it has."""
+    """The last two results of :func:`quantize_kv` without the FP8 data; same arguments and errors."""
     _check_heads("quantize_dequantize_kv", k, v)
-    return _quantize_dequantize_kv(k, v)
+    return lookup("quantize_dequantize_kv", k.device)(k, v)
 
 
 def _check_heads(operation: str, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -263,7 +258,7 @@ def _check_heads(operation: str, k: torch.Tensor, v: torch.Tensor) -> None:
 
 
 def dequantize_kv(quantized: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[T, H, 128]`` BF16, what :func:`quantize_kv` has returned beside them."""
+    """Keys and values ``[T, H, 128]`` BF16, as :func:`quantize_kv` returned them."""
     return _dequantize_kv(*quantized)
 
 
@@ -289,7 +284,7 @@ def _value_place(row, feature):
 
 @jit
 def unit_of_slot(cache_ptr, slot, head, HEADS: tl.constexpr, UNITS: tl.constexpr):
-    """Where the unit of a token (int64 ``slot``) and KV head begins, and the token's row in it."""
+    """Address of the unit of a token (int64 ``slot``) and KV head, and the row of the token in it."""
     page, unit, row = slot // (UNITS * _TOKENS), slot // _TOKENS % UNITS, (slot % _TOKENS).to(tl.int32)
     return cache_ptr + ((page * HEADS + head) * UNITS + unit) * _UNIT_BYTES, row
 
@@ -302,10 +297,10 @@ def _write_halves(x, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY: 
 
 @jit
 def write_heads(first, second, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KEY: tl.constexpr):
-    """Quantize heads of one token, their halves ``[R, 64]`` BF16, into the unit of the first of them and those of the
-    heads behind it, where ``stored [R]`` says so."""
+    """Quantize heads of one token, halves ``[R, 64]`` BF16, into the unit of the first head and the following units,
+    where ``stored [R]``."""
     first, second = first.to(tl.float32), second.to(tl.float32)
-    # All of shape [R, ..], so that what belongs to a head stays in its warp.
+    # Shapes are [R, ..], so that a head stays in its warp.
     bits = tl.maximum(magnitude_bits(first), magnitude_bits(second))
     scale, reciprocal, exponent = _scale_of_head(tl.max(bits, axis=1, keep_dims=True))
     feature = tl.arange(0, GROUP // 2)
@@ -313,17 +308,17 @@ def write_heads(first, second, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KE
     stored = stored[:, None]
     _write_halves(first, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY)
     _write_halves(second, scale, reciprocal, unit_ptr, row, GROUP // 2 + feature, stored, IS_KEY)
-    # As if a byte a lane were stored, of which there is the first: a store of [R, 1] would be one warp's.
+    # Masked to the first lane: a store of [R, 1] would be done by one warp.
     lane = tl.arange(0, 32)[None, :]
     scale_ptr = unit_ptr + (_KEY_SCALES if IS_KEY else _VALUE_SCALES) + row + lane
     tl.store(scale_ptr, tl.broadcast_to(exponent, scale_ptr.shape), mask=stored & (lane == 0))
 
 
 @jit
-def write_heads_from(x_ptr, stride, held, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KEY: tl.constexpr):
-    """As :func:`write_heads`, of heads ``stride`` apart in memory; ``held [R]``: which of them there are."""
-    x_ptr += tl.arange(0, held.shape[0])[:, None] * stride + tl.arange(0, GROUP // 2)[None, :]
-    first, second = tl.load(x_ptr, mask=held[:, None]), tl.load(x_ptr + GROUP // 2, mask=held[:, None])
+def write_heads_from(x_ptr, stride, valid, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KEY: tl.constexpr):
+    """As :func:`write_heads`, of heads ``stride`` apart in memory, those in ``valid [R]``."""
+    x_ptr += tl.arange(0, valid.shape[0])[:, None] * stride + tl.arange(0, GROUP // 2)[None, :]
+    first, second = tl.load(x_ptr, mask=valid[:, None]), tl.load(x_ptr + GROUP // 2, mask=valid[:, None])
     write_heads(first, second, unit_ptr, row, stored, UNITS, IS_KEY)
 
 
@@ -334,13 +329,13 @@ def _write_kernel(
 ):  # fmt: skip
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * HEADS
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    held = head + tl.arange(0, HEADS) < KV_HEADS
+    valid = head + tl.arange(0, HEADS) < KV_HEADS
     unit_ptr, row = unit_of_slot(cache_ptr, slot, head, KV_HEADS, UNITS)
-    stored = held & (slot >= 0)
+    stored = valid & (slot >= 0)
     k_ptr += token * stride_k_token + head * stride_k_head
     v_ptr += token * stride_v_token + head * stride_v_head
-    write_heads_from(k_ptr, stride_k_head, held, unit_ptr, row, stored, UNITS, True)
-    write_heads_from(v_ptr, stride_v_head, held, unit_ptr, row, stored, UNITS, False)
+    write_heads_from(k_ptr, stride_k_head, valid, unit_ptr, row, stored, UNITS, True)
+    write_heads_from(v_ptr, stride_v_head, valid, unit_ptr, row, stored, UNITS, False)
 
 
 @implements("write_kv", "triton")
@@ -382,17 +377,17 @@ def reference_read_kv(cache, block_table, lengths, cu_lengths, total: int, longe
     units = cache.shape[2]
     pages = -(-longest // (units * UNIT_TOKENS))
     keys, values = reference.read_cache(cache[block_table[:, :pages].long()])
-    held = torch.arange(pages * units * UNIT_TOKENS, device=cache.device) < lengths[:, None]
+    valid = torch.arange(pages * units * UNIT_TOKENS, device=cache.device) < lengths[:, None]
     # [R, pages, H, block size, 128] as tokens of requests.
-    return tuple(x.transpose(2, 3).flatten(1, 2)[held] for x in (keys, values))
+    return tuple(x.transpose(2, 3).flatten(1, 2)[valid] for x in (keys, values))
 
 
 @jit
-def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, held, stride_token, IS_KEY: tl.constexpr):
+def _read_matrix(matrix_ptr, scales_ptr, out_ptr, token, valid, stride_token, IS_KEY: tl.constexpr):
     row, feature = tl.arange(0, _TOKENS)[:, None], tl.arange(0, GROUP)[None, :]
     place = _key_place(row, feature) if IS_KEY else _value_place(row, feature)
     value = decode(tl.load(matrix_ptr + place)) * _scale(tl.load(scales_ptr + tl.arange(0, _TOKENS)))[:, None]
-    tl.store(out_ptr + token[:, None] * stride_token + feature, value.to(tl.bfloat16), mask=held[:, None])
+    tl.store(out_ptr + token[:, None] * stride_token + feature, value.to(tl.bfloat16), mask=valid[:, None])
 
 
 @jit(do_not_specialize=["stride_table"])
@@ -407,9 +402,9 @@ def _read_kernel(
         page = tl.load(table_ptr + request.to(tl.int64) * stride_table + unit // UNITS).to(tl.int64)
         source = cache_ptr + ((page * HEADS + head) * UNITS + unit % UNITS) * _UNIT_BYTES
         token = tl.load(cu_lengths_ptr + request).to(tl.int64) + place
-        held, stride = place < length, HEADS * GROUP
-        _read_matrix(source, source + _KEY_SCALES, k_ptr + head * GROUP, token, held, stride, True)
-        _read_matrix(source + _VALUES, source + _VALUE_SCALES, v_ptr + head * GROUP, token, held, stride, False)
+        valid, stride = place < length, HEADS * GROUP
+        _read_matrix(source, source + _KEY_SCALES, k_ptr + head * GROUP, token, valid, stride, True)
+        _read_matrix(source + _VALUES, source + _VALUE_SCALES, v_ptr + head * GROUP, token, valid, stride, False)
 
 
 @implements("read_kv", "triton")
@@ -434,10 +429,6 @@ def _fake_read_kv(cache, block_table, lengths, cu_lengths, total, longest):
     " -> (Tensor, Tensor)",
     fake=_fake_read_kv,
 )
-def _read_kv(cache, block_table, lengths, cu_lengths, total, longest):
-    return lookup("read_kv", cache.device)(cache, block_table, lengths, cu_lengths, total, longest)
-
-
 def read_kv(
     cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -446,18 +437,18 @@ def read_kv(
     total: int,
     longest: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that requests hold, dequantized, one request after another.
+    """The cached tokens of requests, dequantized, one request after another.
 
     Args:
         cache: uint8 ``[pages, H, units, 4128]``. block_table: int32 ``[R, most pages]``, contiguous rows.
         lengths: int32 ``[R]`` tokens of each request. cu_lengths: int32 ``[R + 1]``, their sums from 0 on.
-        total, longest: sum and maximum of the lengths, which the caller knows without asking the device.
+        total, longest: sum and maximum of the lengths, known on the host.
 
     Returns:
         Keys and values ``[total, H, 128]`` BF16.
     """
     check_cache("read_kv", cache)
-    return _read_kv(cache, block_table, lengths, cu_lengths, total, longest)
+    return lookup("read_kv", cache.device)(cache, block_table, lengths, cu_lengths, total, longest)
 
 
 def check_cache(operation: str, cache: torch.Tensor) -> None:

@@ -23,20 +23,19 @@ _TERM_BITS = 32
 """Binary places of a term of the softmax denominator: sums of up to 2^21 entries are exact."""
 
 ELEMENTS = 2**17
-"""Logits worked on at a time, so that the passes over them stay in the cache."""
+"""Logits processed at a time, so that passes over them stay in the cache."""
 
 CHUNK, WARPS = 4096, 8
 ROWS_TOGETHER = 256
-"""Rows whose last chunks are read first: a decode step's logits, or as many rows of a training batch, come out of a
-GEMM with their last columns still in the L2."""
+"""Rows whose last chunks are read first: the GEMM leaves their last columns in L2."""
 LANES = 256
 """Chunks added at a time."""
 PICKED = 256
 """Results of a program of :func:`log_probs_of`."""
 
 
-class Normalised(NamedTuple):
-    """What a softmax divides by, at a temperature. FP32 on a GPU, float64 on the CPU.
+class Normalized(NamedTuple):
+    """The normalizer of a softmax at a temperature. FP32 on a GPU, float64 on the CPU.
 
     Attributes:
         chunk_highest: ``[N, C]``, highest scaled logit of each chunk of ``CHUNK`` columns.
@@ -50,7 +49,7 @@ class Normalised(NamedTuple):
     log_sum: torch.Tensor
 
 
-def reference_normalised(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_normalized(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Row maximum and log of the sum of exponentials above it, float64 ``[n, 1]`` each, of ``scaled [n, V]``."""
     highest = scaled.amax(dim=-1, keepdim=True)
     return highest, log(sum_of_fractions(exp(scaled - highest), _TERM_BITS))
@@ -65,7 +64,7 @@ def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature:
     for start in range(0, rows, step):
         piece = slice(start, start + step)
         scaled = logits[piece].double().div_(temperature[piece, None].double())
-        highest, log_sum = reference_normalised(scaled)
+        highest, log_sum = reference_normalized(scaled)
         out[piece] = (scaled.gather(1, tokens[piece]) - highest - log_sum).float()
     return out
 
@@ -82,7 +81,7 @@ def reference_log_probs_backward(
 
 @jit
 def scaled_by(x, temperature):
-    """``x / temperature``, correctly rounded. A division takes some ten instructions, and most jobs need none."""
+    """``x / temperature``, correctly rounded; no division at temperature 1."""
     if temperature != 1.0:
         x = tl.div_rn(x, temperature)
     return x
@@ -99,7 +98,7 @@ def _chunk_kernel(
     temperature = tl.load(temperature_ptr + row)
     column = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row.to(tl.int64) * stride + column, mask=column < columns, other=float("-inf"))
-    # The maximum may drop a NaN, the sum carries it on.
+    # The maximum may drop a NaN, the sum keeps it.
     highest = tl.div_rn(tl.max(x, axis=0), temperature)
     # Where every column is masked, each term is zero.
     origin = tl.where(highest == float("-inf"), 0.0, highest)
@@ -115,14 +114,14 @@ def _combine_kernel(chunk_highest_ptr, chunk_sums_ptr, highest_ptr, log_sum_ptr,
     lane = tl.arange(0, LANES)
     lanes = tl.full((LANES,), float("-inf"), dtype=tl.float32)
     for start in range(0, chunks, LANES):
-        held = start + lane < chunks
-        lanes = tl.maximum(lanes, tl.load(chunk_highest_ptr + first + start + lane, mask=held, other=float("-inf")))
+        valid = start + lane < chunks
+        lanes = tl.maximum(lanes, tl.load(chunk_highest_ptr + first + start + lane, mask=valid, other=float("-inf")))
     highest = tl.max(lanes, axis=0)
     sums = tl.zeros((LANES,), dtype=tl.float32)
     for start in range(0, chunks, LANES):
-        held = start + lane < chunks
-        above = tl.load(chunk_highest_ptr + first + start + lane, mask=held, other=float("-inf"))
-        sums += tl.load(chunk_sums_ptr + first + start + lane, mask=held, other=0.0) * tl.exp(above - highest)
+        valid = start + lane < chunks
+        above = tl.load(chunk_highest_ptr + first + start + lane, mask=valid, other=float("-inf"))
+        sums += tl.load(chunk_sums_ptr + first + start + lane, mask=valid, other=0.0) * tl.exp(above - highest)
     tl.store(highest_ptr + row, highest)
     tl.store(log_sum_ptr + row, tl.log(tl.sum(sums, axis=0)))
 
@@ -155,12 +154,12 @@ def _gradient_kernel(
     tl.store(out_ptr + row * columns + column, -tl.load(total_ptr + row) * p, mask=mask)
 
 
-def normalise(logits: torch.Tensor, temperature: torch.Tensor) -> Normalised:
-    """Of FP32 rows on a GPU, whose columns are neighbours, and contiguous temperatures ``[N]``."""
+def normalize(logits: torch.Tensor, temperature: torch.Tensor) -> Normalized:
+    """For FP32 rows with contiguous columns on a GPU and contiguous temperatures ``[N]``."""
     rows, columns = logits.shape
     chunks = ceil_div(columns, CHUNK)
     sizes = (chunks, chunks, 1, 1)
-    made = Normalised(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
+    made = Normalized(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
     if rows:
         _chunk_kernel[(rows * chunks,)](
             logits,
@@ -179,17 +178,17 @@ def normalise(logits: torch.Tensor, temperature: torch.Tensor) -> Normalised:
 
 
 def log_probs_of(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalised: Normalised
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
 ) -> torch.Tensor:
-    """``[N, k]`` log-probabilities of ``tokens [N, k]`` of normalised rows: trainer's and rollout's one way."""
+    """``[N, k]`` log-probabilities of ``tokens [N, k]`` of normalized rows, for trainer and rollout."""
     out = torch.empty(tokens.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
         _pick_kernel[(ceil_div(out.numel(), PICKED),)](
             logits,
             tokens,
             temperature,
-            normalised.highest,
-            normalised.log_sum,
+            normalized.highest,
+            normalized.log_sum,
             out,
             logits.stride(0),
             *tokens.stride(),
@@ -202,7 +201,7 @@ def log_probs_of(
 
 
 def whole_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Logits whose columns are neighbours, as the kernels read them."""
+    """Logits with contiguous columns."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
@@ -210,30 +209,26 @@ def whole_rows(logits: torch.Tensor) -> torch.Tensor:
 def triton_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """As :func:`reference_log_probs`."""
     logits, temperature = whole_rows(logits), temperature.contiguous()
-    return log_probs_of(logits, tokens, temperature, normalise(logits, temperature))
+    return log_probs_of(logits, tokens, temperature, normalize(logits, temperature))
 
 
 @implements("log_probs_backward", "triton")
 def triton_log_probs_backward(
     gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
 ) -> torch.Tensor:
-    """As :func:`reference_log_probs_backward`.
-
-    Two reads and one write of ``N V`` numbers and nothing of that size beside them: with a large vocabulary a step's
-    memory peaks here.
-    """
+    """As :func:`reference_log_probs_backward`. Allocates nothing else of size ``N V``: a step's memory peaks here."""
     logits = whole_rows(logits)
     rows, columns = logits.shape
     temperature = temperature.contiguous()
     scaled = gradient / temperature[:, None]
     out = torch.empty((rows, columns), dtype=torch.float32, device=logits.device)
     if rows:
-        normalised = normalise(logits, temperature)
+        normalized = normalize(logits, temperature)
         _gradient_kernel[(rows, ceil_div(columns, CHUNK))](
             logits,
             temperature,
-            normalised.highest,
-            normalised.log_sum,
+            normalized.highest,
+            normalized.log_sum,
             scaled.sum(dim=1, keepdim=True),
             out,
             columns,
@@ -282,7 +277,7 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Ten
     """Log-probabilities of given tokens; differentiable in ``logits``.
 
     Args:
-        logits: ``[N, V]`` FP32. tokens: ``[N, k]`` int64, tokens asked for in each row.
+        logits: ``[N, V]`` FP32. tokens: ``[N, k]`` int64, k tokens of each row.
         temperature: ``[N]`` FP32, positive.
 
     Returns:

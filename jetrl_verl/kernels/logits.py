@@ -31,7 +31,7 @@ def reference_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 
 
 class Tile(NamedTuple):
-    """Rows, columns and K of a tile; warps and stages of its program; whether the tensor memory accelerator copies."""
+    """Rows, columns and K of a tile; warps and stages of its program; whether TMA copies."""
 
     m: int
     n: int
@@ -42,19 +42,17 @@ class Tile(NamedTuple):
 
 
 TILES = {64: Tile(64, 128, 64, 4, 4), 512: Tile(128, 128, 64, 8, 5, tma=True)}
-"""By the most rows that they are for. Up to 64 rows the weight's bytes are the time, whoever copies them."""
+"""Tiles by the most rows they are used for. Up to 64 rows the bytes of the weight are the time."""
 MANY_ROWS = Tile(128, 256, 64, 8, 3, tma=True)
 MOST_EXPERTS = 512
-"""As many columns are a router's."""
+"""Up to this many columns the product is a router's."""
 ROUTER_TILES = {16: Tile(16, 16, 256, 4, 8), 512: Tile(64, 16, 256, 4, 3), 8192: TILES[64]}
-"""Likewise, of a router. Up to 512 rows a program's own bytes are the time: at most 64 rows and 16 columns of K; those
-of 16 rows are few enough to be all on their way at once. Beyond that programs fill the GPU anyway, up to 8192 rows
-better by 64 rows than by 128."""
+"""Tiles of a router. Up to 512 rows the bytes of one program are the time; above, programs fill the GPU."""
 ROUTER_OF_MANY_ROWS = Tile(128, 128, 64, 8, 4)
 
 
 def tile_of(rows: int, columns: int) -> Tile:
-    """The tile for so many rows and columns."""
+    """The tile for these numbers of rows and columns."""
     if columns <= MOST_EXPERTS:
         return next((tile for most, tile in ROUTER_TILES.items() if rows <= most), ROUTER_OF_MANY_ROWS)
     return next((tile for most, tile in TILES.items() if rows <= most), MANY_ROWS)
@@ -65,7 +63,7 @@ def _logits_kernel(
     hidden_ptr, weight_ptr, out_ptr, rows, columns,
     K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
 ):  # fmt: skip
-    # Programs of one column tile are neighbours: the weight, the larger operand, is read from memory once.
+    # Programs of one column tile are neighbors, so the weight, the larger operand, is read from memory once.
     row = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)
     column = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
@@ -73,10 +71,10 @@ def _logits_kernel(
     weight = weight_ptr + column.to(tl.int64)[None, :] * K + k[:, None]
     acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
     for start in range(0, K, TILE_K):
-        held = start + k < K
-        a = tl.load(hidden + start, mask=(row < rows)[:, None] & held[None, :], other=0.0)
-        b = tl.load(weight + start, mask=(column < columns)[None, :] & held[:, None], other=0.0)
-        if INTERPRETED:  # which multiplies the bits of BF16 values as if they were integers
+        valid = start + k < K
+        a = tl.load(hidden + start, mask=(row < rows)[:, None] & valid[None, :], other=0.0)
+        b = tl.load(weight + start, mask=(column < columns)[None, :] & valid[:, None], other=0.0)
+        if INTERPRETED:  # it multiplies the bits of BF16 values as integers
             a, b = a.to(tl.float32), b.to(tl.float32)
         acc = tl.dot(a, b, acc)
     target = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
@@ -89,7 +87,6 @@ def _tma_logits_kernel(
     K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(rows, TILE_M)
-    # Row tiles of one column tile are neighbours, as above.
     for tile in tl.range(tl.program_id(0), row_tiles * tl.cdiv(columns, TILE_N), PROGRAMS, flatten=True):
         first_row, first_column = tile % row_tiles * TILE_M, tile // row_tiles * TILE_N
         acc = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
@@ -98,13 +95,13 @@ def _tma_logits_kernel(
             if INTERPRETED:
                 a, b = a.to(tl.float32), b.to(tl.float32)
             acc = tl.dot(a, b.T, acc)
-        # In halves: a whole tile would take the shared memory of the stages on its way to coalesced stores.
+        # In halves: converting a whole tile for coalesced stores would take the shared memory of the stages.
         left, right = tl.split(tl.permute(tl.reshape(acc, (TILE_M, 2, TILE_N // 2)), (0, 2, 1)))
         row, column = first_row + tl.arange(0, TILE_M), first_column + tl.arange(0, TILE_N // 2)
         target = out_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-        held = (row < rows)[:, None]
-        tl.store(target, left, mask=held & (column < columns)[None, :])
-        tl.store(target + TILE_N // 2, right, mask=held & (column + TILE_N // 2 < columns)[None, :])
+        valid = (row < rows)[:, None]
+        tl.store(target, left, mask=valid & (column < columns)[None, :])
+        tl.store(target + TILE_N // 2, right, mask=valid & (column + TILE_N // 2 < columns)[None, :])
 
 
 @implements("logits", "triton")
@@ -114,19 +111,16 @@ def triton_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _programs(device: torch.device, tiles: int) -> int:
-    """As many as stay on the GPU at once; under the interpreter few, so that each has several tiles."""
+    """Programs that fit on the GPU at once; few under the interpreter, so that each has several tiles."""
     return min(tiles, multiprocessors(device) if device.type == "cuda" else 3)
 
 
 def triton_logits_by(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile) -> torch.Tensor:
-    """As :func:`reference_logits`, by a tile of the caller's; the bits are those of any other.
-
-    Operands that the tensor memory accelerator cannot copy are copied by threads.
-    """
+    """As :func:`reference_logits`, with a given tile. Threads copy operands that TMA cannot."""
     k = hidden.shape[-1]
     rows, weight = hidden.reshape(-1, k).contiguous(), weight.contiguous()
     columns = weight.shape[0]
-    # Made in its final shape: a view that leaves an autograd function could not be masked in place.
+    # In its final shape: a view returned by an autograd function cannot be masked in place.
     out = torch.empty((*hidden.shape[:-1], columns), dtype=torch.float32, device=hidden.device)
     if not out.numel():
         return out
@@ -165,7 +159,7 @@ class _Logits(torch.autograd.Function):
 
 
 def gradient_dtype(device: torch.device) -> torch.dtype:
-    """What the gradient of logits is multiplied in: BF16, as stock training; the CPU has no fast BF16 product."""
+    """Type in which the gradient of logits is multiplied: BF16, FP32 on the CPU, which has no fast BF16 product."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 

@@ -38,15 +38,15 @@ def reference_norm_rotary(
 
 
 @jit
-def rotated_heads(x_ptr, stride, held, weight_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
-    """Both halves ``[HEADS, D / 2]`` BF16 of heads ``stride`` apart, normalised and rotated, and 1 / RMS ``[HEADS]``.
+def rotated_heads(x_ptr, stride, valid, weight_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    """Halves ``[HEADS, D / 2]`` BF16 of the ``valid`` heads, ``stride`` apart, normalized and rotated, and 1 / RMS.
 
-    ``held [HEADS]``: which of them there are. Angles of a position without any are NaN, as in rotary.py.
+    A position that the table lacks gives NaN, as in rotary.py.
     """
-    head, column, half = tl.arange(0, held.shape[0]), tl.arange(0, D), tl.arange(0, D // 2)
-    # Asked for before the position, which the angles' addresses need, and the sum are waited for.
-    weight = tl.load(weight_ptr + 0 * head[:, None] + column[None, :]).to(tl.float32)  # by each warp
-    values = tl.load(x_ptr + head[:, None] * stride + column[None, :], mask=held[:, None], other=0.0).to(tl.float32)
+    head, column, half = tl.arange(0, valid.shape[0]), tl.arange(0, D), tl.arange(0, D // 2)
+    # Loaded before position and sum are needed.
+    weight = tl.load(weight_ptr + 0 * head[:, None] + column[None, :]).to(tl.float32)  # in each warp
+    values = tl.load(x_ptr + head[:, None] * stride + column[None, :], mask=valid[:, None], other=0.0).to(tl.float32)
     position = position.to(tl.int64)
     known = (half >= 0) & (position >= 0) & (position < table_rows)
     cos = tl.load(table_ptr + position * D + half, mask=known, other=float("nan")).to(tl.float32)[None, :]
@@ -54,14 +54,14 @@ def rotated_heads(x_ptr, stride, held, weight_ptr, table_ptr, position, table_ro
     mean = tl.sum(values * values, axis=1) / D
     rstd = 1.0 / tl.sqrt_rn(mean + eps)
     y = (values * rstd[:, None] * weight).to(tl.bfloat16)
-    first, second = tl.split(tl.permute(tl.reshape(y, (held.shape[0], 2, D // 2)), (0, 2, 1)))
+    first, second = tl.split(tl.permute(tl.reshape(y, (valid.shape[0], 2, D // 2)), (0, 2, 1)))
     first, second = first.to(tl.float32), second.to(tl.float32)
     return (first * cos - second * sin).to(tl.bfloat16), (second * cos + first * sin).to(tl.bfloat16), rstd
 
 
 @jit
 def store_halves(first, second, target_ptr, stride, stored, D: tl.constexpr):
-    """Heads' halves to heads ``stride`` apart, where ``stored [HEADS]`` says so."""
+    """Store halves of heads to heads ``stride`` apart, where ``stored [HEADS]``."""
     head, half = tl.arange(0, stored.shape[0]), tl.arange(0, D // 2)
     target_ptr += head[:, None] * stride + half[None, :]
     tl.store(target_ptr, first, mask=stored[:, None])
@@ -69,10 +69,10 @@ def store_halves(first, second, target_ptr, stride, stored, D: tl.constexpr):
 
 
 @jit
-def _heads(x_ptr, stride, held, weight_ptr, y_ptr, rstd_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
-    first, second, rstd = rotated_heads(x_ptr, stride, held, weight_ptr, table_ptr, position, table_rows, eps, D)
-    store_halves(first, second, y_ptr, D, held, D)
-    tl.store(rstd_ptr + tl.arange(0, held.shape[0]), rstd, mask=held)
+def _heads(x_ptr, stride, valid, weight_ptr, y_ptr, rstd_ptr, table_ptr, position, table_rows, eps, D: tl.constexpr):
+    first, second, rstd = rotated_heads(x_ptr, stride, valid, weight_ptr, table_ptr, position, table_rows, eps, D)
+    store_halves(first, second, y_ptr, D, valid, D)
+    tl.store(rstd_ptr + tl.arange(0, valid.shape[0]), rstd, mask=valid)
 
 
 @jit(do_not_specialize=["table_rows"])
@@ -87,18 +87,18 @@ def _norm_rotary_kernel(
     token, head = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * HEADS
     position = tl.load(positions_ptr + token)
     if head < q_programs * HEADS:
-        held = head + tl.arange(0, HEADS) < Q_HEADS
+        valid = head + tl.arange(0, HEADS) < Q_HEADS
         source, row = q_ptr + token * Q_TOKEN + head * Q_HEAD, token * Q_HEADS + head
         _heads(
-            source, Q_HEAD, held, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, table_ptr, position, table_rows,
+            source, Q_HEAD, valid, q_weight_ptr, q_out_ptr + row * D, q_rstd_ptr + row, table_ptr, position, table_rows,
             eps, D,
         )  # fmt: skip
     else:
         head -= q_programs * HEADS
-        held = head + tl.arange(0, HEADS) < K_HEADS
+        valid = head + tl.arange(0, HEADS) < K_HEADS
         source, row = k_ptr + token * K_TOKEN + head * K_HEAD, token * K_HEADS + head
         _heads(
-            source, K_HEAD, held, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, table_ptr, position, table_rows,
+            source, K_HEAD, valid, k_weight_ptr, k_out_ptr + row * D, k_rstd_ptr + row, table_ptr, position, table_rows,
             eps, D,
         )  # fmt: skip
 
@@ -224,8 +224,8 @@ def norm_rotary(
         table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
 
     Returns:
-        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU, where a check would wait for the device, the
-        heads of a token whose position the table lacks are NaN.
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU the heads of a token whose position the table
+        lacks are NaN.
 
     Raises:
         TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.

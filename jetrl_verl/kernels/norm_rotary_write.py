@@ -68,22 +68,22 @@ def _norm_rotary_write_kernel(
     if program < q_programs:
         position = tl.load(positions_ptr + token)
         head = program * HEADS
-        held = head + tl.arange(0, HEADS) < Q_HEADS
+        valid = head + tl.arange(0, HEADS) < Q_HEADS
         source = q_ptr + token * Q_TOKEN + head * Q_HEAD
-        first, second, _ = rotated_heads(source, Q_HEAD, held, q_weight_ptr, table_ptr, position, table_rows, eps, D)
-        store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, D, held, D)
+        first, second, _ = rotated_heads(source, Q_HEAD, valid, q_weight_ptr, table_ptr, position, table_rows, eps, D)
+        store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, D, valid, D)
     else:
         slot = tl.load(slots_ptr + token, mask=token < slots, other=-1).to(tl.int64)
         head = (program - q_programs) % kv_programs * HEADS
-        held = head + tl.arange(0, HEADS) < KV_HEADS
-        stored = held & (slot >= 0)
+        valid = head + tl.arange(0, HEADS) < KV_HEADS
+        stored = valid & (slot >= 0)
         place = slot // BLOCK_SIZE * PAGE + slot % BLOCK_SIZE * PLACE + head * HEAD
         units: tl.constexpr = BLOCK_SIZE // _UNIT
         if program < q_programs + kv_programs:
             position = tl.load(positions_ptr + token)
             source = k_ptr + token * K_TOKEN + head * K_HEAD
             first, second, _ = rotated_heads(
-                source, K_HEAD, held, k_weight_ptr, table_ptr, position, table_rows, eps, D
+                source, K_HEAD, valid, k_weight_ptr, table_ptr, position, table_rows, eps, D
             )  # fmt: skip
             if FP8:
                 unit_ptr, row = unit_of_slot(keys_ptr, slot, head, KV_HEADS, units)
@@ -94,16 +94,16 @@ def _norm_rotary_write_kernel(
             source = v_ptr + token * V_TOKEN + head * V_HEAD
             if FP8:
                 unit_ptr, row = unit_of_slot(values_ptr, slot, head, KV_HEADS, units)
-                write_heads_from(source, V_HEAD, held, unit_ptr, row, stored, units, False)
+                write_heads_from(source, V_HEAD, valid, unit_ptr, row, stored, units, False)
             else:
                 column = tl.arange(0, D)[None, :]
                 heads = tl.arange(0, HEADS)[:, None]
-                v = tl.load(source + heads * V_HEAD + column, mask=held[:, None])
+                v = tl.load(source + heads * V_HEAD + column, mask=valid[:, None])
                 tl.store(values_ptr + place + heads * HEAD + column, v, mask=stored[:, None])
 
 
 def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout: dict) -> torch.Tensor:
-    """``layout``: of the cache, the kernel's last constants."""
+    """``layout``: constants of the cache's layout."""
     q, k, v = (heads_in_place(x) for x in (q, k, v))
     tokens, q_heads, width = q.shape
     kv_heads = k.shape[1]
@@ -203,12 +203,11 @@ def norm_rotary_write(
         table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
         keys, values: ``[pages, block size, Hk, D]`` BF16, written in place: features contiguous, one set of strides.
             On the CPU in cache form (:func:`cache_form`).
-        slots: ``[N]`` or fewer, page times block size plus place. Negative: the token is not stored; nor are tokens
-            beyond the slots. Each slot is that of one token.
+        slots: at most ``[N]``, page times block size plus place, all different. Tokens with a negative slot, or without
+            one, are not stored.
 
     Returns:
-        ``[N, Hq, D]`` BF16, contiguous. On a GPU, where a check would wait for the device, the heads of a token whose
-        position the table lacks are NaN.
+        ``[N, Hq, D]`` BF16, contiguous. On a GPU the heads of a token whose position the table lacks are NaN.
 
     Raises:
         TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.

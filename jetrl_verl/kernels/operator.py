@@ -26,7 +26,7 @@ def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
 
     Returns:
         A function that calls ``torch.ops.jetrl.<name>`` where a compiler, a mode or autograd needs to see it, and the
-        decorated function elsewhere. Arguments are positional.
+        decorated function elsewhere. Quantized arguments are positional.
     """
     signature, _, returned = schema.partition(" -> ")
     name, _, listed = signature.removesuffix(")").partition("(")
@@ -56,10 +56,10 @@ def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
         registered = getattr(registered, overload) if overload else registered
 
         @wraps(function)
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
             if _needs_torch_dispatch():
-                return unflatten(registered(*_flatten_values(args, takes)))
-            return function(*args)
+                return unflatten(registered(*_flatten_values(args, takes), **named))
+            return function(*args, **named)
 
         return call
 

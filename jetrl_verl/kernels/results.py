@@ -19,7 +19,7 @@ def empty_rowwise(rows: int, k: int, device: torch.device) -> QuantizedTensor:
 
 
 def _column_major(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """Uninitialised FP32 ``[rows, columns]``; given strides cost the host a third of a transpose."""
+    """Uninitialised FP32 ``[rows, columns]``; on the host a third of a transpose's time."""
     return torch.empty_strided((rows, columns), (1, rows or 1), dtype=torch.float32, device=device)
 
 

@@ -73,30 +73,28 @@ def reference_rms_norm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32."""
     rstd = rstd.unsqueeze(-1)
-    normalised = x.float() * rstd
+    normalized = x.float() * rstd
     dy = dy.float()
     scaled = dy * weight.float()
-    dx = rstd * (scaled - normalised * (scaled * normalised).mean(dim=-1, keepdim=True))
-    dw = (dy * normalised).reshape(-1, x.shape[-1]).sum(dim=0)
+    dx = rstd * (scaled - normalized * (scaled * normalized).mean(dim=-1, keepdim=True))
+    dw = (dy * normalized).reshape(-1, x.shape[-1]).sum(dim=0)
     return dx.to(x.dtype), dw
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
 _BACKWARD_PROGRAMS = 528
-"""Programs that share the rows of a gradient: four a multiprocessor of an H200."""
+"""Programs of a gradient: four per multiprocessor of an H200."""
 _BACKWARD_ELEMENTS = 2048
-"""Elements of the rows that a program of the gradient works on at a time, at least one row."""
+"""Elements that a program of the gradient loads at a time, at least one row."""
 _VECTOR = 8
 """Elements of a 16-byte load."""
 _ROWS_IN_FLIGHT = {"maxnreg": 128}
-"""Of a program that adds experts' rows: without a bound the assembler takes 48 registers a thread for the sake of
-occupancy, and one after the other asks for three rows and waits for them."""
+"""For a program that adds experts' rows: without a register bound the assembler loads three rows at a time."""
 
 
-# The maxima are taken from the row folded to [groups, 128], which moves nothing between threads and leaves the layout
-# that the sum of squares is formed in alone (tests/kernels/test_fused_for_hopper.py compares them). Bytes per element
-# with qdata: 5.03, or 7.03 with the BF16 rows, behind a residual sum; 3.03 or 5.03 alone.
+# Maxima are taken from the row folded to [groups, 128], which moves nothing between threads and keeps the layout of the
+# sum of squares (tests/kernels/test_fused_for_hopper.py).
 @jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr, row_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
@@ -108,11 +106,11 @@ def _rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < K
-    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # asked for before the sum is waited for
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # loaded before the sum is needed
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
     if SLOTS:  # of experts' rows, as combine.py adds them
-        tl.debug_barrier()  # the assembler would ask for weight and residual behind the sum; no load crosses a barrier
+        tl.debug_barrier()  # else the assembler moves the loads of weight and residual after the sum
         x = sum_of_rows(x_ptr, row_ptr + row * SLOTS, column, mask, K, SLOTS).to(tl.bfloat16)
     else:
         x = tl.load(x_ptr + row // HEADS * STRIDE_TOKEN + row % HEADS * STRIDE_HEAD + column, mask=mask, other=0.0)
@@ -137,8 +135,8 @@ def _rms_norm_kernel(
         tl.store(scales_ptr + group.to(tl.int64) * rows + row, scale, mask=group < K // GROUP)
 
 
-# One pass: a program walks some rows, writes their dx and keeps their share of dw in registers. Its sums depend on the
-# number of rows, which no contract forbids.
+# One pass: a program writes dx of its rows and keeps their share of dw in registers. The bits depend on the number of
+# rows, which the contract allows for a gradient.
 @jit
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, count, rows_each,
@@ -155,18 +153,18 @@ def _backward_kernel(
         place = row.to(tl.int64) * K + column
         rstd = tl.load(rstd_ptr + row, mask=row < count, other=0.0)
         dy = tl.load(dy_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        normalised = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * rstd
+        normalized = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32) * rstd
         scaled = dy * weight
-        mean = tl.sum(scaled * normalised, axis=1)[:, None] / K
-        dx = rstd * (scaled - normalised * mean)
+        mean = tl.sum(scaled * normalized, axis=1)[:, None] / K
+        dx = rstd * (scaled - normalized * mean)
         tl.store(dx_ptr + place, dx.to(tl.bfloat16), mask=mask)
-        dw += dy * normalised
+        dw += dy * normalized
     total = tl.sum(dw, axis=0)[None, :]
     tl.store(dw_ptr + tl.program_id(0) * K + column, total, mask=inside)
 
 
 def tile_and_warps(k: int) -> tuple[int, int]:
-    """Of a program that sums a row of ``k``: the order of the sum follows from them."""
+    """Tile and warps of a program that sums a row of ``k``; they fix the order of the sum."""
     tile = next_power_of_2(k)
     return tile, min(max(tile // 512, 1), 16)
 
@@ -178,14 +176,14 @@ def _aligned_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _are_heads_in_place(x: torch.Tensor) -> bool:
-    """Whether ``x`` is heads ``[N, H, K]`` of a wider tensor, each loaded by the instructions of a row of its own."""
+    """Whether ``x`` is heads ``[N, H, K]`` of a wider tensor, each of which loads as a separate row does."""
     if x.ndim != 3 or x.is_contiguous() or x.stride(2) != 1:
         return False
     return x.data_ptr() % 16 == 0 and all(step % _VECTOR == 0 for step in (*x.shape[2:], *x.stride()[:2]))
 
 
 def heads_in_place(x: torch.Tensor) -> torch.Tensor:
-    """Heads ``[N, H, K]`` that are loaded by the instructions of rows of their own, copied only where they are not."""
+    """Heads ``[N, H, K]`` that load as separate rows do, copied where they would not."""
     if _are_heads_in_place(x) or (x.is_contiguous() and x.data_ptr() % 16 == 0):
         return x
     return _aligned_rows(x).view(x.shape)
@@ -202,7 +200,7 @@ def launch_rms_norm(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, QuantizedTensor | None]:
     """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None).
 
-    With ``row [T, k]`` and a residual ``[T, K]`` what is added to it is ``combine(x, row)``.
+    With ``row [T, k]`` and a residual ``[T, K]``, ``combine(x, row)`` is added to it.
     """
     k = x.shape[-1]
     shape = x.shape if row is None else residual.shape
@@ -210,7 +208,7 @@ def launch_rms_norm(
         source, layout = x, {"HEADS": x.shape[1], "STRIDE_TOKEN": x.stride(0), "STRIDE_HEAD": x.stride(1)}
     else:
         source, layout = _aligned_rows(x), {"HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-    # Sizes one by one: torch's parser takes 2 us more for a shape in their place, which it needs where there are none.
+    # Sizes as separate arguments: torch takes 2 us more to parse a shape, which is needed where there are none.
     lead = shape[:-1] or ((),)
     rstd = torch.empty(*lead, dtype=torch.float32, device=x.device)
     y = torch.empty(*shape, dtype=torch.bfloat16, device=x.device) if with_y else None
@@ -367,7 +365,7 @@ def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
 def _add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-    """y, or an empty tensor unless asked for, the residual sum, 1x128 qdata of y."""
+    """y (empty without ``with_normed``), the residual sum, 1x128 qdata of y."""
     require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
     require_shape("add_rms_norm_quantize_1x128", "residual", residual, x.shape)
     run = lookup("add_rms_norm_quantize_1x128", x.device)
@@ -399,7 +397,7 @@ class _RMSNorm(torch.autograd.Function):
         else:
             y, rstd, quantized = _rms_norm_quantize(x, weight, eps, rule)
             ctx.mark_non_differentiable(*quantized)
-            ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
+            ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
             results = (y, *quantized)
         ctx.save_for_backward(x, rstd)
         keep(ctx, weight)
@@ -417,7 +415,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Normalise the rows of ``x``; differentiable in ``x`` and ``weight``.
 
     Args:
-        x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read where they lie. weight: ``[K]``.
+        x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read in place. weight: ``[K]``.
         eps: added to the mean of squares.
 
     Returns:
@@ -441,7 +439,7 @@ def add_rms_norm(
         x, residual: ``[..., K]`` BF16. weight: ``[K]``.
 
     Returns:
-        (normalised, ``x + residual`` rounded to BF16), each ``[..., K]`` BF16.
+        (normalized, ``x + residual`` rounded to BF16), each ``[..., K]`` BF16.
 
     Raises:
         TypeError: ``x`` or ``residual`` is not BF16.
@@ -458,7 +456,7 @@ def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, r
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the normalised rows, M their number, and as source
+        FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the normalized rows, M their number, and as source
         these rows ``[..., K]`` BF16.
 
     Raises:
@@ -482,10 +480,10 @@ def add_rms_norm_quantize_1x128(
     Args:
         x, residual: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``.
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
-        with_normed: whether the normalised rows are wanted in BF16 too.
+        with_normed: whether to return the normalized rows in BF16 too.
 
     Returns:
-        (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalised rows, as source these rows ``[..., K]`` BF16 or
+        (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalized rows, as source these rows ``[..., K]`` BF16 or
         None; ``x + residual`` rounded to BF16).
 
     Raises:

@@ -57,7 +57,7 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 def _look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     if gate.device.type != "cpu":
         return table[gate.detach().view(torch.int16).int() & 0xFFFF]
-    # numpy reads 16-bit indices as they are, three times as fast as torch, which widens them to 32 or 64 first.
+    # numpy indexes by 16-bit integers directly, three times as fast as torch.
     bits = gate.detach().view(torch.int16).numpy().view(np.uint16)
     return torch.from_numpy(table.numpy().take(bits))
 
@@ -107,9 +107,9 @@ def reference_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, u
 _TILE = 1024
 _GROUPS_PER_PROGRAM = 32
 _WARPS = 4
-# Two programs a multiprocessor, of twice the warps: 86% of a copy; three of four warps with 168 registers are 80%.
+# Two programs per multiprocessor with eight warps: 86% of a copy's speed; three with four warps: 80%.
 _LAUNCH_BOTH = {"num_warps": 8, "maxnreg": 128}
-# Two programs, and 344 bytes a thread that spill.
+# Two programs, with 344 bytes a thread spilled.
 _LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
 
@@ -260,7 +260,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _words_of(rows: torch.Tensor) -> torch.Tensor:
-    """int32 words of two neighbours, of BF16 rows; a copy only where they do not start at even places."""
+    """BF16 rows as int32 words of two neighbours; a copy only where rows start at odd elements."""
     if rows.stride(0) % 2 or rows.storage_offset() % 2 or rows.data_ptr() % 4:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.int32)
@@ -318,7 +318,6 @@ def triton_silu_mul_quantize(
         _silu_mul_quantize_both_kernel[(k // BLOCK, ceil_div(count, BLOCK))](
             gate_words,
             up_words,
-            # The pointer of an absent product is never dereferenced.
             y.view(torch.int32) if with_product else gate_words,
             rowwise.qdata.view(torch.int16),
             rowwise.scales,
@@ -460,7 +459,7 @@ def _fake_quantize(gate, up, rule, with_product, with_colwise):
 def _silu_mul_quantize(
     gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
 ) -> tuple[torch.Tensor, QuantizedTensor, QuantizedTensor]:
-    """product, its 1x128 qdata, its 128x1 qdata; what was not asked for is empty."""
+    """product, its 1x128 qdata, its 128x1 qdata; what is not requested is empty."""
     require_shape("silu_mul_quantize", "up", up, gate.shape)
     run = lookup("silu_mul_quantize", gate.device)
     product, rowwise, colwise = run(gate, up, rule, with_product, with_colwise)
@@ -495,7 +494,7 @@ class _SiLUMul(torch.autograd.Function):
             return _silu_mul(gate, up)
         product, (qdata, scales), _ = _silu_mul_quantize(gate, up, rule, True, False)
         ctx.mark_non_differentiable(qdata, scales)
-        ctx.set_materialize_grads(False)  # no zeros in the place of the qdata's gradients
+        ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
         return product, qdata, scales
 
     @staticmethod
@@ -555,8 +554,7 @@ def silu_mul_quantize(
     Args:
         gate, up: ``[..., I]`` BF16, possibly halves of one tensor, I a multiple of 128.
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
-        with_product: whether the product is wanted in BF16 too.
-        with_colwise: whether the colwise (token-grouped) qdata are wanted too.
+        with_product: whether to return the product in BF16 too. with_colwise: whether to return colwise qdata too.
 
     Returns:
         (``kernels.quantize_1x128`` of the product as ``[M, I]``, as source the product ``[..., I]`` BF16 or None;

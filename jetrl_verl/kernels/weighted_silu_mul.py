@@ -85,8 +85,8 @@ def reference_weighted_silu_mul_backward_quantize(
     """See :func:`weighted_silu_mul_backward_quantize`."""
     dgate_up, products = gradients_of_rows(dy, gate_up, weights, pair)
     dweights = torch.zeros_like(weights).flatten()
-    held = pair >= 0
-    dweights[pair[held].long()] = products[held]
+    valid = pair >= 0
+    dweights[pair[valid].long()] = products[valid]
     return *reference.quantize_1x128_and_128x1(dgate_up, rule), dweights.view(weights.shape)
 
 
@@ -98,21 +98,21 @@ def _quantize_kernel(
     launch_dependents()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
     row, group_k = (group // groups_k).to(tl.int64), group % groups_k
-    held = row < rows
-    pair = tl.load(pair_ptr + row, mask=held, other=-1)
+    valid = row < rows
+    pair = tl.load(pair_ptr + row, mask=valid, other=-1)
     weight = tl.load(weights_ptr + pair, mask=pair >= 0, other=0.0)
     column = group_k[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     source = gate_up_ptr + row[:, None] * (2 * groups_k * GROUP) + column
-    gate = tl.load(source, mask=held[:, None], other=0.0).to(tl.float32)
-    up = tl.load(source + groups_k * GROUP, mask=held[:, None], other=0.0).to(tl.float32)
+    gate = tl.load(source, mask=valid[:, None], other=0.0).to(tl.float32)
+    up = tl.load(source + groups_k * GROUP, mask=valid[:, None], other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
     values = product.to(tl.bfloat16).to(tl.float32)
     bits = tl.max(magnitude_bits(values), axis=1)
     scale = scale_of(bits, POW2)
     qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
     offsets = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(qdata_ptr + offsets, qdata, mask=held[:, None])
-    tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=held)
+    tl.store(qdata_ptr + offsets, qdata, mask=valid[:, None])
+    tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=valid)
 
 
 @implements("weighted_silu_mul_quantize", "triton")
@@ -204,13 +204,13 @@ def _backward_quantize_kernel(
 def _add_parts_kernel(parts_ptr, pair_ptr, dweights_ptr, rows, parts, TILE: tl.constexpr):
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     pair = tl.load(pair_ptr + row, mask=row < rows, other=-1)
-    held = pair >= 0
+    valid = pair >= 0
     total = tl.zeros((TILE,), dtype=tl.float32)
     places = parts_ptr + row
     for _ in range(0, parts):
-        total += tl.load(places, mask=held, other=0.0)
+        total += tl.load(places, mask=valid, other=0.0)
         places += rows
-    tl.store(dweights_ptr + pair, total, mask=held)
+    tl.store(dweights_ptr + pair, total, mask=valid)
 
 
 @implements("weighted_silu_mul_backward_quantize", "triton")
@@ -258,13 +258,6 @@ def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> 
     "weighted_silu_mul_quantize(Tensor gate_up, Tensor weights, Tensor pair, str rule) -> Quantized",
     fake=lambda gate_up, weights, pair, rule: fake_rowwise(gate_up[:, : gate_up.shape[1] // 2]),
 )
-def _weighted_silu_mul_quantize(
-    gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> QuantizedTensor:
-    _check(gate_up, weights, pair)
-    return lookup("weighted_silu_mul_quantize", gate_up.device)(gate_up, weights, pair, rule)
-
-
 def weighted_silu_mul_quantize(
     gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
 ) -> QuantizedTensor:
@@ -276,13 +269,14 @@ def weighted_silu_mul_quantize(
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        qdata ``[R, I]`` E4M3 and scales ``[R, I/128]`` FP32. No gradient of its own.
+        qdata ``[R, I]`` E4M3 and scales ``[R, I/128]`` FP32. No autograd.
 
     Raises:
         TypeError: ``gate_up`` is not BF16. ValueError: I is no multiple of 128, operands that do not fit, the rule.
     """
     require_groups("weighted_silu_mul_quantize", gate_up[:, : gate_up.shape[1] // 2])
-    return _weighted_silu_mul_quantize(gate_up, weights, pair, rule)
+    _check(gate_up, weights, pair)
+    return lookup("weighted_silu_mul_quantize", gate_up.device)(gate_up, weights, pair, rule)
 
 
 def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
@@ -294,15 +288,6 @@ def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
     " -> (Quantized, Quantized, Tensor)",
     fake=_fake_backward_quantize,
 )
-def _weighted_silu_mul_backward_quantize(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> Gradients:
-    require_bf16("weighted_silu_mul_backward_quantize", dy=dy)
-    _check(gate_up, weights, pair)
-    require_shape("weighted_silu_mul_backward_quantize", "dy", dy, (gate_up.shape[0], gate_up.shape[1] // 2))
-    return lookup("weighted_silu_mul_backward_quantize", dy.device)(dy, gate_up, weights, pair, rule)
-
-
 def weighted_silu_mul_backward_quantize(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
 ) -> Gradients:
@@ -313,8 +298,8 @@ def weighted_silu_mul_backward_quantize(
 
     Returns:
         (``kernels.quantize_1x128_and_128x1`` of the BF16 gradient of ``gate_up``: rowwise ``[R, 2 I]`` and colwise
-        ``[2 I, R]``; the gradient of ``weights [T, k]`` in FP32). Nobody may read rows behind the last segment. No
-        gradient of its own.
+        ``[2 I, R]``; the gradient of ``weights [T, k]`` in FP32). Rows after the last segment are
+        undefined. No autograd.
 
     Raises:
         TypeError: ``dy`` or ``gate_up`` is not BF16. ValueError: I or R is no multiple of 128, operands that do not
@@ -322,4 +307,7 @@ def weighted_silu_mul_backward_quantize(
     """
     require_groups("weighted_silu_mul_backward_quantize", dy)
     require_groups_of_rows("weighted_silu_mul_backward_quantize", pair)
-    return _weighted_silu_mul_backward_quantize(dy, gate_up, weights, pair, rule)
+    require_bf16("weighted_silu_mul_backward_quantize", dy=dy)
+    _check(gate_up, weights, pair)
+    require_shape("weighted_silu_mul_backward_quantize", "dy", dy, (gate_up.shape[0], gate_up.shape[1] // 2))
+    return lookup("weighted_silu_mul_backward_quantize", dy.device)(dy, gate_up, weights, pair, rule)

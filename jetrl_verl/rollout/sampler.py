@@ -125,7 +125,7 @@ class SharedSampler(Sampler):
             and len(metadata.temperature) == len(logits)
         )
 
-    def draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, kernels.Normalised]:
+    def draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, kernels.Normalized]:
         """Tokens ``[N]``, and the normalizers of their softmax.
 
         Random bits come from torch's generator of this device, so a seeded engine is reproducible and all ranks draw
@@ -135,10 +135,10 @@ class SharedSampler(Sampler):
         return kernels.draw_tokens(logits, metadata.temperature, *bits)
 
     def _drawn(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        tokens, normalised = self.draw(logits, metadata)
+        tokens, normalized = self.draw(logits, metadata)
         ids, reported = tokens.to(torch.int32)[:, None], None
         if metadata.max_num_logprobs is not None:
-            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalised)
+            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalized)
             reported = LogprobsTensors(ids, *log_probs_and_ranks)
         return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
 

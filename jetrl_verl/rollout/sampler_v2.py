@@ -69,7 +69,7 @@ class SharedSamplerV2(Sampler):
 
     def draw(
         self, logits: torch.Tensor, input_batch: InputBatch, temperature: torch.Tensor
-    ) -> tuple[torch.Tensor, kernels.Normalised]:
+    ) -> tuple[torch.Tensor, kernels.Normalized]:
         """Tokens ``[N]``, and the normalizers of their softmax; as in this runner's own sampler a token depends on its
         request's seed and position alone."""
         seeds = self.sampling_states.seeds.gpu[input_batch.expanded_idx_mapping]
@@ -78,10 +78,10 @@ class SharedSamplerV2(Sampler):
 
     def _drawn(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
         temperature = self.sampling_states.temperature.gpu[input_batch.expanded_idx_mapping]
-        tokens, normalised = self.draw(logits, input_batch, temperature)
+        tokens, normalized = self.draw(logits, input_batch, temperature)
         reported = None
         if self.sampling_states.max_num_logprobs(input_batch.idx_mapping_np) != NO_LOGPROBS:
-            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
             reported = LogprobsTensors(tokens[:, None], *log_probs_and_ranks)
         lengths = input_batch.seq_lens
         num_sampled, num_rejected = get_num_sampled_and_rejected(

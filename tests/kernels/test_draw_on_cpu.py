@@ -60,8 +60,8 @@ def test_what_is_drawn_and_reported_follows_from_the_row_alone():
     logits = 3 * torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
     before, seeds, counters = logits.clone(), torch.arange(9), torch.arange(9) * 5
     temperature = torch.linspace(0.3, 2, 9)
-    tokens, normalised = kernels.draw_tokens(logits, temperature, seeds, counters)
-    found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+    tokens, normalized = kernels.draw_tokens(logits, temperature, seeds, counters)
+    found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
     assert torch.equal(logits, before)
     assert torch.equal(found, kernels.log_probs(logits, tokens[:, None], temperature))
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
@@ -75,8 +75,8 @@ def test_what_is_drawn_and_reported_follows_from_the_row_alone():
 
 def test_no_rows_draw_nothing():
     empty = torch.empty(0, dtype=torch.int64)
-    tokens, normalised = kernels.draw_tokens(torch.empty(0, 9), torch.empty(0), empty, empty)
-    found, ranks = kernels.drawn_log_probs(torch.empty(0, 9), tokens, torch.empty(0), normalised)
+    tokens, normalized = kernels.draw_tokens(torch.empty(0, 9), torch.empty(0), empty, empty)
+    found, ranks = kernels.drawn_log_probs(torch.empty(0, 9), tokens, torch.empty(0), normalized)
     assert tokens.shape == (0,) and found.shape == (0, 1) and ranks.shape == (0,)
 
 

@@ -35,8 +35,8 @@ def test_log_probs_are_the_trainers_in_every_bit_and_ranks_are_counted(count, co
         logits[:, columns - 5 :] = -torch.inf
         before, temperature = logits.clone(), torch.linspace(0.4, 1.6, count).cuda()
         temperature[count // 2 :] = 1.0
-        tokens, normalised = kernels.draw_tokens(logits, temperature, *bits(count))
-        found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+        tokens, normalized = kernels.draw_tokens(logits, temperature, *bits(count))
+        found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
         assert torch.equal(logits, before)
         assert ((tokens >= 0) & (tokens < columns - 5)).all()
         assert torch.equal(found, kernels.log_probs(logits, tokens[:, None], temperature))
@@ -49,8 +49,8 @@ def test_log_probs_are_the_trainers_in_every_bit_and_ranks_are_counted(count, co
 def test_neither_tokens_nor_log_probs_see_the_batch_or_where_rows_lie():
     logits, temperature = rows_of(300), torch.linspace(0.4, 1.6, 300).cuda()
     seeds, counters = bits(300)
-    tokens, normalised = kernels.draw_tokens(logits, temperature, seeds, counters)
-    found, _ = kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+    tokens, normalized = kernels.draw_tokens(logits, temperature, seeds, counters)
+    found, _ = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
     wide = torch.zeros(300, VOCABULARY + 7, device="cuda")
     wide[:, 3:-4] = logits
     for some in ([17], list(range(0, 300, 7)), list(range(299, -1, -1))):
@@ -96,8 +96,8 @@ def test_a_graph_draws_anew_at_each_replay_and_nothing_waits():
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         random = torch.empty((2, 64), dtype=torch.int64, device="cuda").random_()
-        tokens, normalised = kernels.draw_tokens(logits, temperature, *random)
-        return tokens, kernels.drawn_log_probs(logits, tokens, temperature, normalised)[0]
+        tokens, normalized = kernels.draw_tokens(logits, temperature, *random)
+        return tokens, kernels.drawn_log_probs(logits, tokens, temperature, normalized)[0]
 
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -124,7 +124,7 @@ def test_a_row_without_a_softmax_draws_a_token_and_reports_nan(value):
     logits = rows_of(3)
     logits[1] = value
     logits[2, 140_000] = value if value != float("-inf") else float("nan")
-    tokens, normalised = kernels.draw_tokens(logits, torch.ones(3, device="cuda"), *bits(3))
-    found, _ = kernels.drawn_log_probs(logits, tokens, torch.ones(3, device="cuda"), normalised)
+    tokens, normalized = kernels.draw_tokens(logits, torch.ones(3, device="cuda"), *bits(3))
+    found, _ = kernels.drawn_log_probs(logits, tokens, torch.ones(3, device="cuda"), normalized)
     assert found[0].isfinite().all() and found[1:].isnan().all()
     assert ((tokens >= 0) & (tokens < VOCABULARY)).all()

@@ -3,9 +3,7 @@
 """INT8 through the dispatch table and the operator, and its Triton kernels: interpreted, and compiled for Hopper."""
 
 import re
-from pathlib import Path
 
-import interpreter
 import pytest
 import torch
 from contract_inputs import gaussian
@@ -55,7 +53,7 @@ def test_fprop_refuses_other_inputs():
         kernels.fprop_int8(torch.zeros(2, 256), w.qdata, w.scales, None)
     with pytest.raises(ValueError, match="does not fit the weight"):
         kernels.fprop_int8(gaussian(2, 128), w.qdata, w.scales, None)
-    with pytest.raises(ValueError, match="weight qdata are torch.float32, expected torch.int8"):
+    with pytest.raises(ValueError, match="weight qdata is torch.float32, expected torch.int8"):
         kernels.fprop_int8(gaussian(2, 256), w.qdata.float(), w.scales, None)
 
 
@@ -89,8 +87,3 @@ def test_the_quantizer_divides_once_a_row():
     ptx = ptx_for_hopper(_quantize_int8_kernel, types, {"PIECE": 4096}, num_warps=8)
     assert ptx.count("div.rn.f32") == 1
     assert "div.full.f32" not in ptx
-
-
-@pytest.mark.timeout(interpreter.SECONDS)
-def test_triton_kernels_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("int8_interpreter_cases.py"), at_least=41)

@@ -144,9 +144,9 @@ def test_qdata_that_are_none_or_do_not_fit_are_refused():
     qdata, scales = kernels.quantize_1x128(normal(3, 128), "fp32")
     with pytest.raises(ValueError, match=r"jetrl::fprop_quantized: x \(3, 128\) does not fit the weight \(384, 256\)"):
         fprop_quantized(QuantizedTensor(qdata, scales), *weight, None)
-    with pytest.raises(ValueError, match="input qdata are torch.bfloat16, expected torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match="input qdata is torch.bfloat16, expected torch.float8_e4m3fn"):
         fprop_quantized(QuantizedTensor(normal(3, 256), scales), *weight, None)
-    with pytest.raises(ValueError, match="weight qdata are torch.bfloat16, expected torch.float8_e4m3fn"):
+    with pytest.raises(ValueError, match="weight qdata is torch.bfloat16, expected torch.float8_e4m3fn"):
         fprop_quantized(QuantizedTensor(qdata, scales), normal(384, 128), weight.scales, None)
 
 

@@ -175,7 +175,7 @@ def test_rotary_refuses_what_does_not_fit(change, error, sentence):
         kernels.rotary(**inputs | dict(positions=torch.arange(2)) | change)
 
 
-def test_heads_of_a_merged_projection_are_normalised_as_heads_of_their_own():
+def test_heads_of_a_merged_projection_are_normalized_as_heads_of_their_own():
     weight = normal(128, seed=3)
     for x in normal(9, 7 * 128).split([4 * 128, 2 * 128, 128], dim=-1):
         x = x.unflatten(-1, (-1, 128))

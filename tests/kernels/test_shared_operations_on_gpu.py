@@ -106,7 +106,7 @@ def test_a_position_without_angles_gives_nan():
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (5, 1)])
 def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv_heads):
-    """The trainer normalises heads of its own, the rollout those that the merged projection wrote."""
+    """The trainer normalizes heads of its own, the rollout those that the merged projection wrote."""
     weight = normal(128, seed=2)
     for tokens in (1, 2, 16, 333, 4097):
         qkv = normal(tokens, (heads + 2 * kv_heads) * 128)

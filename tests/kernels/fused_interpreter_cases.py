@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operations that quantize their result, and the guards of all quantizers, under Triton's interpreter. Run by
-``test_fused_interpreted.py`` in its own process, because ``TRITON_INTERPRET`` is read when Triton is imported."""
+"""Operations that quantize their result, and guards of all quantizers, under Triton's interpreter
+(test_interpreted_on_cpu.py)."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The INT8 kernels under Triton's interpreter, on the CPU; ``test_int8_kernels_on_cpu.py`` starts the process."""
+"""The INT8 kernels under Triton's interpreter (test_interpreted_on_cpu.py)."""
 
 import pytest
 import torch

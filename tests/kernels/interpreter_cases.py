@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels under Triton's interpreter, on the CPU. Run by ``test_triton_interpreted.py`` in its own process,
-because ``TRITON_INTERPRET`` is read when a kernel is decorated and would reach every later test."""
+"""Quantizers and the GEMM under Triton's interpreter (test_interpreted_on_cpu.py)."""
 
 import pytest
 import torch

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared operations' Triton kernels under Triton's interpreter. Run by ``test_triton_operations_on_cpu.py`` in its
-own process, because ``TRITON_INTERPRET`` is read when a kernel is decorated and would reach every later test.
+"""The shared operations under Triton's interpreter (test_interpreted_on_cpu.py).
 
-To FP32 accuracy where a result is FP32; to one BF16 step where it is BF16, since the interpreter truncates there.
+FP32 results to FP32 accuracy, BF16 results to one step: the interpreter truncates to BF16.
 """
 
 import pytest
@@ -95,7 +94,7 @@ def test_rms_norm_of_unaligned_and_strided_rows():
 
 @pytest.mark.parametrize("tokens", [0, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (1, 1)])
-def test_heads_are_normalised_where_they_lie(tokens, heads, kv_heads):
+def test_heads_are_normalized_where_they_lie(tokens, heads, kv_heads):
     qkv, weight = normal(tokens, (heads + 2 * kv_heads) * 128), normal(128, seed=2)
     for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
         x = x.unflatten(-1, (-1, 128))
@@ -259,10 +258,10 @@ def test_drawn_tokens_log_probs_and_ranks(columns):
     logits[3, : columns // 2] = -torch.inf
     temperature = torch.tensor([0.3, 0.7, 1.0, 2.0]).repeat(rows // 4)
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(columns))
-    tokens, normalised = triton_kernels.draw(logits, temperature, *seeds)
+    tokens, normalized = triton_kernels.draw(logits, temperature, *seeds)
     expected, _ = reference_draw(logits, temperature, *seeds)
     assert torch.equal(tokens, expected)
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, temperature, normalised)
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, temperature, normalized)
     assert torch.equal(found, triton_kernels.log_probs(logits, tokens[:, None], temperature))
     assert found.isfinite().all()
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
@@ -273,23 +272,23 @@ def test_every_row_of_many_has_its_own_result():
     """More rows than are read together, with a rest, in two chunks."""
     logits, rows = normal(300, 4100).float() * 3, 300
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
-    tokens, normalised = triton_kernels.draw(logits, torch.ones(rows), *seeds)
+    tokens, normalized = triton_kernels.draw(logits, torch.ones(rows), *seeds)
     assert torch.equal(tokens, reference_draw(logits, torch.ones(rows), *seeds)[0])
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalised)
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalized)
     assert (found[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
     for some in (slice(7, 8), slice(250, 300)):
         again, of = triton_kernels.draw(logits[some], torch.ones(rows)[some], *seeds[:, some])
         assert torch.equal(again, tokens[some])
-        assert torch.equal(of.log_sum, normalised.log_sum[some])
+        assert torch.equal(of.log_sum, normalized.log_sum[some])
 
 
 def test_a_chunk_without_a_token_is_never_drawn_from():
     logits = torch.full((16, 3 * 4096), -torch.inf)
     logits[:, 4100], logits[:, 9000] = 0.0, -2.0
-    tokens, normalised = triton_kernels.draw(logits, torch.ones(16), torch.arange(16), torch.arange(16))
+    tokens, normalized = triton_kernels.draw(logits, torch.ones(16), torch.arange(16), torch.arange(16))
     assert set(tokens.tolist()) == {4100, 9000}
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(16), normalised)
+    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(16), normalized)
     exact = torch.tensor([0.0, -2.0]).log_softmax(0)[(tokens == 9000).long()]
     assert (found[:, 0] - exact).abs().max() < 1e-6
     assert torch.equal(ranks, 1 + (tokens == 9000).long())
@@ -300,8 +299,8 @@ def test_a_row_without_a_softmax_draws_a_token_and_reports_nan(value):
     logits = normal(3, 5000).float()
     logits[1] = value
     logits[2, 4500] = value if value != -torch.inf else torch.nan
-    tokens, normalised = triton_kernels.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
-    found, _ = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(3), normalised)
+    tokens, normalized = triton_kernels.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
+    found, _ = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(3), normalized)
     assert found[0].isfinite() and found[1:].isnan().all()
     assert ((tokens >= 0) & (tokens < 5000)).all()
 

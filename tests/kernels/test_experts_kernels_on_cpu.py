@@ -3,9 +3,7 @@
 """The Triton kernels of a mixture of experts without a GPU: run under the interpreter, and compiled for Hopper."""
 
 import re
-from pathlib import Path
 
-import interpreter
 import pytest
 import torch
 from test_triton_for_hopper import ptx_for_hopper
@@ -20,11 +18,6 @@ from jetrl_verl.kernels.route import _route_kernel
 from jetrl_verl.kernels.route_and_permute import _permute_kernel
 from jetrl_verl.kernels.segments import _count_kernel, _place_kernel, _sum_kernel
 from jetrl_verl.kernels.weighted_silu_mul import _add_parts_kernel, _backward_quantize_kernel, _quantize_kernel
-
-
-@pytest.mark.timeout(interpreter.SECONDS)
-def test_experts_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("experts_interpreter_cases.py"), at_least=40)
 
 
 @pytest.mark.parametrize("tile", [_MANY, _FEW])

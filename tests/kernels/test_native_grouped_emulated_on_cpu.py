@@ -73,8 +73,16 @@ def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator
     check(emulator, "grouped_decode", RAGGED, 256, 384, more=5, seed=seed, **plan)
 
 
-@pytest.mark.parametrize("blocks", [1, 3, slow(10), 19])
-@pytest.mark.parametrize("block", [32, 64, 128])
+@pytest.mark.parametrize(
+    ("block", "blocks"),
+    [
+        *itertools.product([32, 64, 128], [1, 3]),
+        (64, 19),
+        slow(32, 19),
+        slow(128, 19),
+        *map(slow, (32, 64, 128), [10] * 3),
+    ],
+)
 def test_copies_of_w_that_begin_under_the_previous_kernel(emulator, block, blocks):
     """Fewer K blocks than stages, and more; blocks with several tiles, one and none; slices. The previous kernel writes
     X, and in all other tests here the segments too."""

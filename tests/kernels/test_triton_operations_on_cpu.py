@@ -3,9 +3,7 @@
 """The shared operations' Triton kernels without a GPU: run under the interpreter, and compiled for Hopper."""
 
 import re
-from pathlib import Path
 
-import interpreter
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
 
@@ -39,11 +37,6 @@ OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "c
 )
 """Arguments of what follows the logits."""
 OF_BLOCKS = dict.fromkeys(("words_ptr", "table_ptr", "constants_ptr", "out_ptr"), "*i64")
-
-
-@pytest.mark.timeout(interpreter.SECONDS)
-def test_operations_under_the_interpreter():
-    interpreter.run_interpreted(Path(__file__).with_name("operations_interpreter_cases.py"), at_least=50)
 
 
 @pytest.mark.parametrize("k", [128, 4096])

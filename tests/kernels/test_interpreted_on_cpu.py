@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a file of cases under Triton's interpreter, in a process of its own: Triton chooses it when it is imported."""
+"""Runs every ``*interpreter_cases.py`` under Triton's interpreter, in a process of its own: importing Triton chooses
+it."""
 
 import os
 import re
@@ -8,14 +9,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-SECONDS = 600
-"""What a test that calls :func:`run_interpreted` needs as its ``timeout``."""
+import pytest
+from slow import slow
+
+CASES = sorted(Path(__file__).parent.glob("*interpreter_cases.py"))
+SECONDS = 900
 
 
-def run_interpreted(cases: Path, at_least: int) -> None:
-    """Every test of ``cases`` passes, and there are ``at_least`` as many of them."""
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize(("which", "at_least"), [("never", 200), slow("only", 10)])
+def test_triton_kernels_under_the_interpreter(which, at_least):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--slow={which}", *map(str, CASES)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

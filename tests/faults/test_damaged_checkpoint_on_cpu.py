@@ -177,7 +177,7 @@ def test_a_refused_resume_is_one_sentence_and_an_exit(checkpoints, monkeypatch):
     monkeypatch.setattr(environment, "check_environment", lambda config: None)
     node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "shared"}
     config = OmegaConf.merge(resuming(checkpoints), {"jetrl": node})
-    with pytest.raises(SystemExit, match="^jetrl_verl: the checkpoint .* was written by 1 rank and this run has 2; "):
+    with pytest.raises(SystemExit, match="^jetrl_verl: the checkpoint .* was written by 1 rank and this run has 2\\. "):
         JetCallback().on_job_start(config)
 
 

@@ -1,12 +1,11 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The kernels as torch operators, through torch's stable ABI only: one build is for every Python and later torch.
+// The kernels as torch operators, through torch's stable ABI only: one build runs with every Python and later torch.
 //
-// Operators write into a tensor that the caller allocated: no allocation here, no wait for the device, so CUDA graphs
-// may capture them. What a call must fulfil is checked here once more than in jetrl_verl/kernels/, because a wrong
-// stride would not fail but read elsewhere. With tests/emulator the same operators accept tensors of the CPU, so all of
-// this file but the device and its stream is tested without a GPU.
+// Operators write into a tensor of the caller and never wait for the device, so CUDA graphs can capture them. Calls are
+// checked again after jetrl_verl/kernels/, because a wrong stride would read other memory without an error. Under
+// tests/emulator the same operators accept CPU tensors.
 
 #ifndef JETRL_EMULATE
 #include <torch/csrc/stable/accelerator.h>
@@ -43,7 +42,7 @@ struct Device {
 
 bool on_device(const Tensor& tensor) { return tensor.is_cuda(); }
 
-// That of `tensor` is the current one as long as this lives; kernels join its current stream.
+// Makes the device of `tensor` current while this lives; kernels run in its current stream.
 struct Device {
   torch::stable::accelerator::DeviceGuard guard;
   jetrl::Stream stream = nullptr;
@@ -110,7 +109,7 @@ int contracted(const Tensor& a, const Tensor& b) {
 
 jetrl::Config config_of(int64_t block, int64_t cluster) { return {int(block), int(cluster)}; }
 
-// X, W and what else both forward kernels take, checked in this order.
+// The checked operands of both forward kernels.
 struct Forward {
   int k;
   jetrl::Operand x, w;
@@ -240,7 +239,7 @@ void grouped_wgrad(const Tensor& a, const Tensor& a_scales, const Tensor& b, con
                        device.stream);
 }
 
-// Strides that the kernels hold in 32 bits.
+// A stride that fits into 32 bits, as the kernels store it.
 int64_t short_stride(int64_t stride) {
   STD_TORCH_CHECK(stride <= std::numeric_limits<int>::max(), "jetrl_native: a stride of ", stride,
                   " is not supported. Use backend triton.");
@@ -300,7 +299,7 @@ jetrl::Bf16Rows bf16_rows(const char* name, const Tensor& x, int64_t rows, int64
   return {static_cast<const uint16_t*>(x.data_ptr()), short_stride(x.stride(0))};
 }
 
-// FP8 data [rows, k] and scales [k / 128, rows], and what `transposed` takes.
+// FP8 data [rows, k] with scales [k / 128, rows], and the operands of `transposed`.
 jetrl::QuantizedBothWays both_ways(const Tensor& qdata, const Tensor& scales, const Tensor& column_qdata,
                                    const Tensor& column_scales, int rows, int k) {
   const int groups = jetrl::ceil_div(rows, jetrl::kGroup);

@@ -1,21 +1,17 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A tile of 128 x 128 bytes on its way to its transpose, without a bank conflict and with whole cache lines on both
-// sides.
+// Transposes a tile of 128 x 128 bytes in shared memory: whole cache lines on both sides, no bank conflict.
 //
-// In: 256 threads copy 16 bytes each, eight of them a row of the tile, so a warp asks for four whole lines of 128
-// bytes. cp.async takes them past the registers.
+// In: 256 threads copy 16 bytes each by cp.async, eight threads a row, so a warp reads four whole lines of 128 bytes.
 //
-// Out: a row of the transpose is a column of the tile. Warp w has the columns 16 w to 16 w + 15; its lane (t, c) =
-// (lane / 4, lane % 4) has the rows 16 t to 16 t + 15 of the four columns 4 c to 4 c + 3 of these, one word of them at
-// a time. So 16 consecutive bytes of a row of the result belong to one lane, and the eight lanes of one c write a whole
-// line of it.
+// Out: warp w has the columns 16 w to 16 w + 15 of the tile; its lane (t, c) = (lane / 4, lane % 4) has the rows 16 t
+// to 16 t + 15 of the columns 4 c to 4 c + 3, a word per row. So a lane writes 16 consecutive bytes of a row of the
+// result, and the eight lanes of one c a whole line.
 //
-// Between: a warp reads a word per lane, from eight rows 16 apart and from four neighbouring words. Were chunk i (16
-// bytes) of row r at place i of the row, the eight rows would meet in four banks. It is at place i ^ (r / 16): for t =
-// 0 to 7 chunk w lies at eight different places, so the 32 words lie in 32 banks. r / 16 is the lane's own t, the same
-// for all its rows: row r + 1 is always 128 bytes on, and no address is computed between the reads.
+// Between: chunk i (16 bytes) of row r is at place i ^ (r / 16). A warp reads a word per lane, from eight rows 16
+// apart: chunk w is at eight different places, so the 32 words are in 32 banks. r / 16 = t for all rows of a lane, so
+// row r + 1 is always 128 bytes on and no address is computed between the reads.
 
 #pragma once
 
@@ -26,10 +22,10 @@ namespace jetrl {
 struct ByteTile {
   static constexpr int kThreads = 256;
   static constexpr int kBytes = kGroup * kGroup;
-  static constexpr int kChunk = 16;  // bytes that are copied at once, and rows and columns that share a lane, a warp
+  static constexpr int kChunk = 16;  // bytes of a copy, rows of a lane, columns of a warp
 
-  // This thread's share of the copies of the tile whose first row and column these are; what lies outside the matrix of
-  // `rows` x `columns` becomes zero. `columns` is a multiple of 16, like `stride`.
+  // This thread's copies of the tile at (row, column); zeros outside the matrix of `rows` x `columns`. `columns` and
+  // `stride` are multiples of 16.
   JETRL_DEVICE static void copy(uint32_t tile, const uint8_t* from, uint32_t stride, int row, int column, int rows,
                                 int columns) {
     const int thread = sm90::thread_index(), chunk = thread % 8, first = thread / 8;

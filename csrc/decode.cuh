@@ -1,15 +1,15 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernels for few rows of X share (sm90_decode_fprop.cu, sm90_grouped_decode.cu): a stage's layout, and a
-// consumer warpgroup's chains.
+// Shared by the kernels for few rows of X (sm90_decode_fprop.cu, sm90_grouped_decode.cu): the layout of a stage and the
+// chains of a consumer warpgroup.
 //
-// Tokens are wgmma's M, 64 of them, and a narrow tile of kColumns rows of W its N. A stage holds two K blocks, or one:
-// one wait for its copies, one for its chains, one release. The group of stage i + 1 is issued before that of stage i
-// is waited for.
+// wgmma's M is 64 tokens, its N a narrow tile of kColumns rows of W. A stage holds one or two K blocks: one wait for
+// its copies, one for its chains, one release. The chains of stage i + 1 are issued before the wait for those of stage
+// i.
 //
-// Edges: TMA and cp.async fill with zeros. An odd number of K blocks leaves half a stage past K: partial sums are +0
-// and the scale is made -0, since fma(+0, -0, acc) = acc, bit for bit; +0 would turn an acc of -0 into +0.
+// Edges: TMA and cp.async fill with zeros. With an odd number of K blocks half a stage is past K: its partial sums are
+// +0 and its scale is set to -0, since fma(+0, -0, acc) = acc in every bit; a scale of +0 would turn -0 into +0.
 
 #pragma once
 
@@ -20,12 +20,11 @@ namespace jetrl {
 
 namespace {
 
-constexpr int kSpare = 1024;  // bytes of shared memory that a block leaves to the system
+constexpr int kSpare = 1024;  // bytes of shared memory that the system needs per block
 
-// TMA loads kTokens rows of X, or those of them that exist; wgmma reads 64. Rows past kTokens are whatever follows the
-// tile in shared memory (W follows X, so they are inside it); rows of D are independent, those are not stored. Tiles
-// start on multiples of 16 columns, so 16 columns share a W scale; 48 does not divide 128, and there each 16 columns
-// read theirs from the one or the other of the stage's two.
+// TMA loads kTokens rows of X; wgmma reads 64. Rows past kTokens are whatever follows the tile in shared memory; rows
+// of D are independent, and these are not stored. Tiles start on multiples of 16 columns, so 16 columns share a scale
+// of W; 48 does not divide 128, so there each 16 columns read one of the stage's two scales.
 template <int kTokens_, int kColumns_, int kBlocks_ = kTokens_ <= 64 ? 2 : 1>
 struct DecodeShape {
   static constexpr int kTokens = kTokens_, kColumns = kColumns_, kConsumers = ceil_div(kTokens, 64);
@@ -34,12 +33,12 @@ struct DecodeShape {
   static constexpr int kThreads = 128 * kConsumers + 64;
   static constexpr int kTileX = kTokens * kGroup, kTileW = kColumns * kGroup;
   static constexpr int kStageX = kBlocks * kTileX, kStageW = kBlocks * kTileW;
-  // Scales of a stage: of every token, then of the two blocks of W that a tile may reach; of each per K block.
+  // Scales of a stage: one per token, then one for each of the two blocks of W that a tile may reach, per K block.
   static constexpr int kAtWScales = kBlocks * kTokens, kStageScales = 4 * round_up(kAtWScales + 2 * kBlocks, 4);
   static constexpr int kFit = (kSharedMemory - kSpare) / (kStageX + kStageW + kStageScales + 16);
   static constexpr int kStages = kFit < 32 ? kFit : 32;
   static constexpr int kEarly = ceil_div(32768, kStageW) < kStages ? ceil_div(32768, kStageW) : kStages;
-  // 16 columns share a scale of W; where tiles never straddle two, all of them do.
+  // Columns share a scale of W in sixteens, or all of them where no tile straddles two.
   static constexpr int kScaleGroups = kGroup % kColumns == 0 ? 1 : kColumns / 16;
   // Byte offsets in shared memory.
   static constexpr int kAtW = kStages * kStageX;
@@ -55,7 +54,7 @@ struct DecodeShape {
   static_assert(kBytes <= kSharedMemory - kSpare, "the stages do not fit into shared memory");
 };
 
-// What a consumer warpgroup needs to start a stage's chains and to promote them.
+// Starts and promotes the chains of a stage in a consumer warpgroup.
 template <class Shape>
 struct DecodePart {
   static constexpr int kBlocks = Shape::kBlocks, kColumns = Shape::kColumns, kSums = kColumns / 2;
@@ -92,7 +91,7 @@ struct DecodePart {
     next.advance();
   }
 
-  // The K blocks of a stage for one token or block of W.
+  // The scales of a stage's K blocks for one token or block of W.
   JETRL_DEVICE static void load(float (&values)[kBlocks], const float* from) {
     if constexpr (kBlocks == 2) {
       const float2 pair = *reinterpret_cast<const float2*>(from);
@@ -102,7 +101,7 @@ struct DecodePart {
     }
   }
 
-  // For the oldest stage, of which `left` K blocks exist.
+  // Factors of the oldest stage, of which `left` K blocks exist.
   JETRL_DEVICE void read(Factors& factors, int left) const {
     const int stage = oldest.stage * kFloats;
     float of_upper[kBlocks], of_lower[kBlocks];
@@ -121,7 +120,7 @@ struct DecodePart {
     }
   }
 
-  // Promotes the oldest stage while kYounger younger ones' chains go on.
+  // Promotes the oldest stage while the chains of kYounger younger ones run.
   template <int kYounger>
   JETRL_DEVICE void finish(float (&acc)[kSums], float (&sums)[kBlocks][kSums], const Factors& factors) {
     sm90::wgmma_wait<kYounger>(sums);
@@ -137,7 +136,7 @@ struct DecodePart {
     }
   }
 
-  // Of a consumer warpgroup of which this thread has row `upper` of the tile.
+  // This thread has row `upper` of the tile.
   JETRL_DEVICE DecodePart(uint8_t* memory, StageRing ring, int consumer, int upper, int lane)
       : next(ring), oldest(ring), lane(lane) {
     const uint32_t base = sm90::shared_address(memory);
@@ -145,7 +144,7 @@ struct DecodePart {
     x = uint32_t(x_descriptor) + consumer * uint32_t(kDescriptorStep64Rows);
     w = uint32_t(w_descriptor);
     high = uint32_t(x_descriptor >> 32);
-    // Rows past kTokens have no scale and are not stored; any will do.
+    // Rows past kTokens have no scale and are not stored: they read any.
     const float* scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
     x_scales = scales + kBlocks * (upper % Shape::kTokens);
     lower = kBlocks * ((upper + 8) % Shape::kTokens - upper % Shape::kTokens);
@@ -153,12 +152,12 @@ struct DecodePart {
     for (int g = 0; g < kScaleGroups; ++g) w_scales[g] = scales + Shape::kAtWScales;
   }
 
-  // acc += the K blocks of a tile; begun() when the first stage is there and its chains run.
+  // acc += the K blocks of a tile; calls begun() when the chains of the first stage run.
   template <class Begun>
   JETRL_DEVICE void multiply(float (&acc)[kSums], int k_blocks, const Begun& begun) {
     float even[kBlocks][kSums], odd[kBlocks][kSums];
-    // Two stages in flight, each way out of the loop with its own waits: chains that end in another branch than
-    // their start, or which nothing reads, are what the compiler serialises.
+    // Two stages in flight, each exit of the loop with its own waits: the compiler serializes chains that end in
+    // another branch than they start in, or that nothing reads.
     Factors factors;
     int left = k_blocks;
     start(even);
@@ -184,7 +183,7 @@ struct DecodePart {
   }
 };
 
-// Only rows before `end` and columns before `columns`.
+// Stores only rows before `end` and columns before `columns`.
 template <int kSums>
 JETRL_DEVICE void store_fragments(const float (&acc)[kSums], const Output& y, int row, int end, int column,
                                   int columns) {

@@ -1,9 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernels of decode attention share: a unit of 16 tokens of one head of the FP8 KV cache
-// (reference/kv_cache.py) and how its numbers become operands; the arithmetic of the softmax, which has FlashAttention
-// 3's bits (docs/log.md says what of it decides them).
+// Shared by the kernels of decode attention: the unit of 16 tokens of one head of the FP8 KV cache
+// (reference/kv_cache.py), its conversion to operands, and a softmax with the bits of FlashAttention 3 (docs/log.md).
 
 #pragma once
 
@@ -15,7 +14,7 @@
 
 namespace jetrl {
 
-// Where things lie in a unit.
+// Layout of a unit.
 struct CacheUnit {
   static constexpr int kKeys = 16, kRow = 128, kMatrix = kKeys * kRow;
   static constexpr int kKeyScales = kMatrix, kValueScales = kKeyScales + kKeys, kValues = kValueScales + kKeys;
@@ -54,12 +53,12 @@ inline DecodeAttentionParams params_of(const DecodeAttention& call) {
       call.kv_heads,
       call.group,
       call.units,
-      // FlashAttention's own constant: rounded once, after a product in double precision.
+      // As in FlashAttention: rounded once, after a product in double precision.
       float(double(call.scale) * 1.4426950408889634),
   };
 }
 
-// Whether a lane arrives for its warp, after its sync; how many do (kAllLanesRelease says why).
+// How many lanes of a warp arrive after its sync, and whether this one does (kAllLanesRelease).
 constexpr int kArrivals = kAllLanesRelease ? 32 : 1;
 JETRL_DEVICE bool arrives() { return kAllLanesRelease || sm90::elect_one(); }
 
@@ -69,14 +68,14 @@ void decode_attention_in_clusters(const Fp8Params& params, int pairs, int cluste
 // The upper byte of each half, E4M3, as BF16 times 2^-120.
 JETRL_DEVICE uint32_t shifted(uint32_t halves) { return (halves & 0x80008000u) | (halves >> 4 & 0x07F007F0u); }
 
-// The same of byte b of each half: between them stands the lower one's sign, which the shift brings to its place.
+// The same for byte b of each half; the lower byte's sign stands between the halves until the shift moves it.
 JETRL_DEVICE uint32_t shifted_halves(uint32_t halves, int b) {
   const uint32_t selector = uint32_t(b * 0x0011 + (8 + b) * 0x0100 + (b + 2) * 0x1000);
   return uint32_t(int32_t(sm90::permute_bytes_and_signs(halves, 0, selector)) >> 4) & 0x87F087F0u;
 }
 
-// Two keys' scales in the halves of a word -> the powers of two by which shifted() is to be multiplied, as BF16: right
-// for scales up to 2^7, which is nearly all. Others, NaN's 255 among them, have a second factor.
+// Scales of two keys in the halves of a word -> the BF16 powers of two that multiply shifted(). Scales above 2^7, and
+// NaN's 255, need a second factor.
 constexpr int kLargeScale = 134;
 JETRL_DEVICE uint32_t factors_of(uint32_t scales) { return (scales + 0x00780078u) << 7; }
 JETRL_DEVICE uint32_t larger_scales(uint32_t scales) { return scales + 0x00790079u & 0x01000100u; }
@@ -98,8 +97,8 @@ JETRL_DEVICE uint32_t word_at(const uint8_t* at) { return *reinterpret_cast<cons
 
 // ---- scores --------------------------------------------------------------------------------------------------------
 
-// A lane's part of Q as an operand, the same for every block of keys. Which features of a group of 16 a lane holds is
-// free, as long as both operands agree: those of one word of a key.
+// A lane's part of Q as an operand, the same for every block of keys. A lane may hold any features of a group of 16 if
+// both operands agree: here those of one word of a key.
 struct Queries {
   uint32_t odd[8], even[8];
 
@@ -115,8 +114,8 @@ struct Queries {
   }
 };
 
-// K Q^T of two units, kStride bytes apart, whose chains run next to each other: of lane 4g + t keys g (d[0], d[1]) and
-// g + 8, queries 2t and 2t + 1. Times the keys' scales, which commute with all of it.
+// K Q^T of two units, kStride bytes apart, with interleaved chains: lane 4g + t has keys g (d[0], d[1]) and g + 8,
+// queries 2t and 2t + 1. The scales of keys are powers of two and multiply the results.
 template <int kStride>
 JETRL_DEVICE void compute_two_units(float (&d)[2][4], const uint8_t* units, const Queries& q) {
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
@@ -149,7 +148,7 @@ JETRL_DEVICE void compute_two_units(float (&d)[2][4], const uint8_t* units, cons
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-// Lane 4q + t has of query q, of a block of keys, columns 2t and 2t + 1 of each eight. A maximum has no order.
+// Of a block of keys lane 4q + t has, for query q, columns 2t and 2t + 1 of each eight. A maximum has no order.
 JETRL_DEVICE float largest_score(const float (&s)[32]) {
   float largest[4];
 #pragma unroll
@@ -157,7 +156,7 @@ JETRL_DEVICE float largest_score(const float (&s)[32]) {
   return sm90::larger_ftz(sm90::larger_ftz(largest[0], largest[1]), sm90::larger_ftz(largest[2], largest[3]));
 }
 
-// Of the first block `left` keys exist, counted from the lane's first: the others have no score.
+// In the first block only `left` keys exist, counted from the lane's first; the others get no score.
 JETRL_DEVICE void mask_scores(float (&s)[32], int left) {
 #pragma unroll
   for (int j = 0; j < 32; ++j) {
@@ -170,7 +169,7 @@ JETRL_DEVICE float largest_of_quad(float highest) {
   return sm90::larger_ftz(highest, sm90::shuffle_xor(highest, 1));
 }
 
-// By what O and the sum so far are to be multiplied where the maximum grows.
+// The factor of O and of the sum so far where the maximum grows.
 JETRL_DEVICE float rescaling(float before, float highest, float scale_log2) {
   return sm90::exp2_about(sm90::multiply_ftz(sm90::add_ftz(before, -highest), scale_log2));
 }
@@ -182,7 +181,7 @@ JETRL_DEVICE void exponentiate(float (&s)[32], float highest, float scale_log2) 
   for (int j = 0; j < 32; ++j) s[j] = sm90::exp2_about(sm90::multiply_add_ftz(s[j], scale_log2, -shift));
 }
 
-// A lane's sum with a block's P.
+// A lane's sum plus P of a block.
 JETRL_DEVICE float add_to_sum(float sum, float rescale, const float (&p)[32], bool is_first) {
   sum = is_first ? p[0] : sm90::multiply_add_ftz(rescale, sum, p[0]);
 #pragma unroll
@@ -190,7 +189,7 @@ JETRL_DEVICE float add_to_sum(float sum, float rescale, const float (&p)[32], bo
   return sum;
 }
 
-// As operands of the tensor cores: words 4j .. 4j + 3 of lane l lie in the l-th 16 bytes of the j-th 512.
+// As operands of the tensor cores: words 4j .. 4j + 3 of lane l are the l-th 16 bytes of the j-th 512.
 JETRL_DEVICE void pack_probabilities(uint32_t (&words)[16], const float (&p)[32]) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) words[j] = sm90::pack_bf16(p[2 * j], p[2 * j + 1]);
@@ -203,7 +202,7 @@ JETRL_DEVICE void store_probabilities(uint8_t* to, const uint32_t (&words)[16]) 
   }
 }
 
-// By what O is to be multiplied at the end.
+// The factor of O at the end.
 JETRL_DEVICE float last_rescaling(float sum) {
   sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 2));
   sum = sm90::add_ftz(sum, sm90::shuffle_xor(sum, 1));

@@ -1,14 +1,14 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode attention by C = 1, 2, 4 or 8 blocks, a cluster, for each request and KV head: for calls with fewer of these
-// than the GPU holds blocks, and for a BF16 cache. The arithmetic and its order are those of sm90_decode_attention.cu,
-// whatever C, so the bits are.
+// Decode attention by clusters of C = 1, 2, 4 or 8 blocks, one for each request and KV head: for calls with fewer of
+// these than the GPU holds blocks, and for a BF16 cache. Arithmetic, its order and bits are those of
+// sm90_decode_attention.cu for every C.
 //
-// Each byte is brought once. Block r brings the keys of every C-th block of 128 keys and computes their scores, which
-// the copy engine sends to the other blocks' shared memory, after the values' scales; of values it brings its
-// own 128 / C features, 16 bytes a lane: a bulk copy of 256 bytes costs the warp that starts it what one of 2,048 does.
-// Each block computes the softmax, one chain over all keys, from the same scores.
+// Each byte is read once. Block r loads the keys of every C-th block of 128 keys and computes their scores, which the
+// copy engine sends, with the values' scales, to the other blocks' shared memory. Of values it loads its own 128 / C
+// features, 16 bytes a lane: a bulk copy of 256 bytes costs its warp as much as one of 2,048. Each block computes the
+// softmax, one chain over all keys, from the same scores.
 
 #pragma once
 
@@ -16,21 +16,20 @@
 
 namespace jetrl {
 
-// Warps 0..3: scores of two units of 16 keys each. Then those of O, of 16 features each, or of 32. Then two or four of
-// softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum after it. Then
-// copies of keys, then of values. Between them: rings of keys, of values, of scores (a multiple of C long, so that a
-// place in it has one owner, for whose next scores every block makes it free), of P, one a warp of softmax, and of what
-// values are multiplied by, two a warp of softmax: they are there before P is. No block leaves before all have what it
-// sends.
+// Warps 0..3: scores of two units of 16 keys each. Next, warps of O: 16 or 32 features each. Next, two or four warps of
+// softmax, lane 4q + t of query q, in turn: each hands over the maximum before it computes P, the sum after it. Last,
+// copies of keys, then of values. Between them rings of keys, of values, of scores (a multiple of C long, so that a
+// place has one owner, for which every block frees it), of P, one per warp of softmax, and of the factors of values,
+// two per warp of softmax, ready before P. No block exits before all have received what it sends.
 //
-// O is one chain of products over all keys. Of a block that has a multiprocessor to itself two warps have the same
-// features and take turns: while one multiplies a block of keys, the other brings the next one's values to registers,
-// as operands, and then waits for the sums. They go through shared memory as they are.
+// O is one chain of products over all keys. If a block has a multiprocessor to itself, two warps have the same features
+// and take turns: while one multiplies a block of keys, the other loads the next one's values into registers, as
+// operands, and then waits for the sums, which go through shared memory.
 //
-// What a cache is, its copies and its operands, is a class (Fp8Cache, Bf16Cache):
+// A class (Fp8Cache, Bf16Cache) defines the cache, its copies and its operands:
 //   kBlocks                             C
 //   kTurns                              warps of O that take turns: 2 where a block has a multiprocessor to itself
-//   kGainsByTurns                       whether a block that has a multiprocessor to itself is faster by them
+//   kGainsByTurns                       whether turns are faster there
 //   Params                              DecodeAttentionParams and where the cache is
 //   kHasScales                          whether values have scales, which come with their keys
 //   kPieces                             stages that the keys, and the values, of a block of 128 take
@@ -53,21 +52,21 @@ struct ClusterShape {
   static constexpr int kSoftmaxWarp = kScoreWarps + kTurns * kOutputWarps;
   static constexpr int kKeyWarp = kSoftmaxWarp + kSoftmaxWarps, kValueWarp = kKeyWarp + Cache::kKeyWarps;
   static constexpr int kThreads = 32 * (kValueWarp + 1);
-  // What a warp has computed: its values' scales, then a row of scores of each query. Rows lie in different banks.
+  // A warp's results: its values' scales, then a row of scores for each query. Rows lie in different banks.
   static constexpr int kPartKeys = 2 * CacheUnit::kKeys, kPartScales = Cache::kHasScales ? kPartKeys : 0;
   static constexpr int kScoreRow = kPartKeys + 8;
   static constexpr int kPart = kPartScales + kQueries * kScoreRow * 4;
   static constexpr int kPlaces = Cache::kPlaces, kScores = kScoreWarps * kPart;
   // P and the rescaling.
   static constexpr int kRescale = kQueries * kKeysOfABlock * 2, kProbabilities = kRescale + kQueries * 4;
-  // What values are multiplied by, a row for each lane of a quad; where a scale is large, the scales in their place,
-  // which is said after the last row's.
+  // Factors of values, a row for each lane of a quad. Where a scale is large, the scales instead, and a flag after the
+  // last row.
   static constexpr int kFactorRow = 20, kLarge = (3 * kFactorRow + kKeysOfABlock / 8) * 4;
   static constexpr int kFactors = Cache::kHasScales ? 4 * kFactorRow * 4 : 0;
-  // A warp of softmax writes those of a block of keys once O has the P that it wrote two rounds ago.
+  // A warp of softmax writes the factors of a block of keys once O has read the P that it wrote two rounds ago.
   static constexpr int kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;
   static constexpr int kHandedOver = (kQueries + 32) * 4;  // by a softmax warp: maxima of queries, sums of lanes
-  // By a warp of O: what its lanes have. The next one reads it before it hands over its own, which this one waits for.
+  // Sums of a warp of O. The next warp reads them before it hands over its own, for which this one waits.
   static constexpr int kOutputs = kTurns == 1 ? 0 : kTurns * kOutputWarps, kOutput = 32 * 16;
 
   static constexpr int kValuesAt = Cache::kKeyStages * Cache::kKeyStage;
@@ -80,7 +79,7 @@ struct ClusterShape {
   static constexpr int kBarriers =
       2 * (Cache::kKeyStages + Cache::kValueStages + kPlaces) + 4 * kSoftmaxWarps + kFactorPlaces + kOutputs;
   static constexpr int kBytes = kBarriersAt + 8 * kBarriers;
-  // A wait names a phase by its parity: a place's scores are one warp's of softmax in every lap.
+  // A wait names a phase by its parity, so the same warp of softmax reads a place of scores in every lap.
   static_assert(kPlaces % kSoftmaxWarps == 0, "a place of scores has one reader");
   static_assert(Cache::kValueStages % (kTurns * Cache::kPieces) == 0 || kTurns == 1, "a stage of values has one turn");
   static_assert(kTurns == 1 || Cache::kGainsByTurns);
@@ -90,7 +89,7 @@ struct ClusterShape {
   static_assert(kPlaces % kBlocks == 0 && kBytes <= 228 * 1024 / kResidents - 1024, "blocks of a multiprocessor");
 };
 
-// At a stage that the lanes of a warp fill: each lane's after its copies, and the warp's.
+// Arrivals at a stage that a warp fills: one of each lane after its copies, and the warp's.
 constexpr int kArrivalsOfLanes = 32 + kArrivals;
 
 // Where a warp is in a ring.
@@ -135,7 +134,7 @@ struct ClusterBarriers {
       sm90::barrier_init(values_empty(stage), kArrivals * Shape::kOutputWarps);
     }
     for (int place = 0; place < Shape::kPlaces; ++place) {
-      // The own warps that write here, or who says how many bytes come from another block.
+      // This block's warps that write here, or the one that announces the bytes of another block.
       sm90::barrier_init(scores_full(place), place % Cache::kBlocks == rank ? kArrivals * Shape::kScoreWarps : 1);
       sm90::barrier_init(scores_empty(place), kArrivals * Cache::kBlocks);
     }
@@ -151,7 +150,7 @@ struct ClusterBarriers {
   }
 };
 
-// Bytes of a warp's part that are sent.
+// Bytes of a warp's results that are sent.
 template <class Shape>
 JETRL_DEVICE int part_bytes(int group) {
   return Shape::kPartScales + group * Shape::kScoreRow * 4;
@@ -217,7 +216,7 @@ JETRL_DEVICE void compute_scores(const DecodeAttentionParams& p, uint8_t* memory
 
 // ---- softmax -------------------------------------------------------------------------------------------------------
 
-// What values are multiplied by, of a block of keys, of which a lane has the scales of four.
+// Stores the factors of the values of a block of keys; a lane has the scales of four.
 template <class Shape>
 JETRL_DEVICE void store_factors(uint8_t* to, uint32_t scales) {
   const int lane = sm90::own_lane();
@@ -266,7 +265,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     uint32_t scales = 0;  // of keys 4 lane ..
     if constexpr (Cache::kHasScales) scales = word_at(parts + lane / 8 * Shape::kPart + lane % 8 * 4);
     sm90::sync_warp();
-    // Only where the owner waits for it, so that none comes to a block that has left.
+    // Only where the owner waits for it, so that no arrival goes to a block that has exited.
     if (i + Shape::kPlaces < blocks && arrives()) {
       if constexpr (kBlocks == 1) {
         sm90::barrier_arrive(barriers.scores_empty(place));
@@ -277,7 +276,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     if (i == 0) {
       mask_scores(s, left - 2 * t);
       if constexpr (Cache::kHasScales) {
-        // P is 0 for keys after the last, whose bytes may be anything: a scale among them is replaced.
+        // P is 0 for keys after the last, whose bytes are arbitrary, so their scales are replaced.
 #pragma unroll
         for (int b = 0; b < 4; ++b) {
           if (4 * lane + b >= left) scales = (scales & ~(0xFFu << 8 * b)) | 127u << 8 * b;
@@ -320,7 +319,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
     sm90::sync_warp();
     if (arrives()) sm90::barrier_arrive(barriers.sum_full(warp));
   }
-  if (warp != (blocks - 1) % kWarps) return;  // the last block's has all of the sum
+  if (warp != (blocks - 1) % kWarps) return;  // the warp of the last block has the whole sum
   const float inverse = last_rescaling(row_sum);
   const int next = blocks % kWarps, lap = blocks / kWarps;
   if (lap > 0) sm90::barrier_wait(barriers.p_empty(next), (lap - 1) & 1, "p_empty", next);
@@ -332,7 +331,7 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 
 // ---- output --------------------------------------------------------------------------------------------------------
 
-// Where P of the i-th block lies, once it is there.
+// Waits for P of the i-th block and returns where it lies.
 template <class Cache>
 JETRL_DEVICE const uint8_t* wait_for_probabilities(const uint8_t* memory, const ClusterBarriers<Cache>& barriers,
                                                    int i) {
@@ -343,7 +342,7 @@ JETRL_DEVICE const uint8_t* wait_for_probabilities(const uint8_t* memory, const 
   return memory + Shape::kProbabilitiesAt + ring * Shape::kProbabilities;
 }
 
-// By what O so far is multiplied, of a lane's two queries: it comes with P.
+// The factors of O so far for a lane's two queries, which come with P.
 template <class Shape>
 JETRL_DEVICE float2 rescaling_of(const uint8_t* of_p) {
   return reinterpret_cast<const float2*>(of_p + Shape::kRescale)[sm90::own_lane() % 4];
@@ -358,8 +357,8 @@ JETRL_DEVICE void rescale_output(float (&d)[Cache::kChunks][4], float2 rescale) 
   }
 }
 
-// O += V^T P^T of the blocks of keys of this warp's turn. What does not need O so far is done before it is waited for.
-// Returns whether the last block of keys, and with it O, is this warp's.
+// O += V^T P^T of the blocks of keys of this warp's turn. Work that does not need O so far comes before the wait for
+// it. Returns whether this warp has the last block of keys, and so O.
 template <class Cache>
 JETRL_DEVICE bool accumulate_in_turns(float (&d)[1][4], uint8_t* memory, const ClusterBarriers<Cache>& barriers,
                                       int blocks, int warp, int chunk) {
@@ -415,7 +414,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
   } else {
     if (!accumulate_in_turns<Cache>(d, memory, barriers, blocks, warp, chunk)) return;
   }
-  // After the last block's comes what O is multiplied by at the end.
+  // After the last block's factor comes the final one.
   const float2 inverse = rescaling_of<Shape>(wait_for_probabilities<Cache>(memory, barriers, blocks));
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
@@ -431,13 +430,13 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
 
 // ---- copies --------------------------------------------------------------------------------------------------------
 
-// Which units of 16 tokens a block of keys has, and on which page of a request's they lie.
+// The units of 16 tokens of a block of keys, and their pages.
 struct Units {
   const int32_t* table;
   int of_a_page, head, blocks, length;
 
   JETRL_DEVICE int first(int i) const { return (blocks - 1 - i) * kUnitsOfABlock; }  // of the i-th block from the last
-  JETRL_DEVICE int keys(int i) const { return length - first(i) * CacheUnit::kKeys; }  // that are left, from there on
+  JETRL_DEVICE int keys(int i) const { return length - first(i) * CacheUnit::kKeys; }  // left from there on
   JETRL_DEVICE int held(int i) const {
     const int left = ceil_div(keys(i), CacheUnit::kKeys);
     return left < kUnitsOfABlock ? left : kUnitsOfABlock;
@@ -448,17 +447,17 @@ struct Units {
   JETRL_DEVICE int on_page(int i, int unit) const { return (first(i) + unit) % of_a_page; }
 };
 
-// Of values lanes know the pages of so many blocks of keys at a time; of keys the first lanes know those of one.
+// Blocks of keys whose pages the lanes know at a time when they copy values; for keys the first lanes know one block's.
 constexpr int kBlocksAhead = 32 / kUnitsOfABlock;
 
-// Every lane's copies, and that the warp has seen the stage empty: an arrival after copies tells nothing but those.
+// Arrives for every lane's copies and for the warp's wait for the empty stage, which arrivals of copies do not cover.
 JETRL_DEVICE void arrive_behind_copies(uint32_t full) {
   sm90::cp_async_arrive(full);
   if (arrives()) sm90::barrier_arrive(full);
 }
 
-// A block's values, by the lanes of one warp. What a unit's place counts is the cache's; a lane knows one of it, so
-// that no address is a product of a page's but once.
+// One warp copies a block's values. A lane knows the place of one unit, in steps that the cache defines, so that the
+// product with a page's stride is computed once.
 template <class Cache>
 JETRL_DEVICE void copy_values(const typename Cache::Params& p, uint32_t to, const ClusterBarriers<Cache>& barriers,
                               const Units& units, int page, int rank) {
@@ -502,7 +501,7 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, ClusterShape<
   const ClusterBarriers<Cache> barriers{sm90::shared_address(memory + Shape::kBarriersAt)};
   if (sm90::thread_index() == 0) barriers.init(rank);
   const Units units{p.table + request * p.stride_table, p.units, head, blocks, length};
-  int pages = 0;  // asked for before the others of the cluster are waited for
+  int pages = 0;  // loaded before the wait for the other blocks of the cluster
   if (warp >= Shape::kKeyWarp) {
     const int lane = sm90::own_lane();
     pages = units.page(warp < Shape::kValueWarp ? rank : lane / kUnitsOfABlock, lane % kUnitsOfABlock);
@@ -519,10 +518,10 @@ JETRL_KERNEL void __launch_bounds__(ClusterShape<Cache>::kThreads, ClusterShape<
   } else {
     copy_values<Cache>(p, sm90::shared_address(memory + Shape::kValuesAt), barriers, units, pages, rank);
   }
-  if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block has sent is read from here until it has come
+  if constexpr (kBlocks > 1) sm90::sync_cluster();  // sends read this block's memory until they have arrived
 }
 
-// Where all clusters find multiprocessors of their own, warps of O take turns, if that is faster.
+// Warps of O take turns if all clusters have multiprocessors of their own and turns are faster.
 template <template <int, int> class Cache, int kBlocks, class Params>
 void start_cluster(const Params& params, int pairs, Stream stream) {
   const auto grid = [&](auto cache) {

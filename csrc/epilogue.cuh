@@ -1,19 +1,17 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// From one warp's accumulators, 16 rows x 64, 128 or 192 columns in wgmma's fragment layout, to rows in global memory.
+// Stores the accumulators of a warp, 16 rows x 64, 128 or 192 columns in wgmma's fragment layout, to global memory.
 //
-// A fragment holds 4 or 8 contiguous bytes of a row. Writing it straight would touch half a 32-byte sector at a time,
-// so 2 KB of shared memory per warp turn it: 16 rows of 128 bytes go in by fragment and come out as eight lanes x 16
-// bytes of one row, four whole rows an instruction. The 16-byte chunks of a row are XORed with the row so that neither
-// side conflicts on banks:
+// A fragment holds 4 or 8 contiguous bytes of a row, less than a 32-byte sector. So each warp stages 16 rows of 128
+// bytes in 2 KB of shared memory: fragments go in, four whole rows per instruction come out, 16 bytes a lane. The
+// 16-byte chunks of a row are XORed with the row to avoid bank conflicts:
 //   BF16: stmatrix writes one chunk of eight rows at a time: chunk ^ (row % 8) spreads them over all 32 banks.
-//   FP32: half a warp writes 8 bytes each of rows g..g+3, two neighbouring chunks a row: chunk ^ (2 (row % 4)).
-// A read is one whole row per eight lanes, whatever the permutation. Warps share nothing, so no barrier but the warp's.
-// BF16's is also the copy engine's 128-byte swizzle: with 2 KB for each 64 columns it stores them itself, as boxes of
-// 16 rows, while the warp goes on (store_bf16_by_tma).
+//   FP32: half a warp writes 8 bytes each of rows g..g+3, two neighboring chunks a row: chunk ^ (2 (row % 4)).
+// The layout of BF16 is also the copy engine's 128-byte swizzle: with 2 KB for each 64 columns TMA stores boxes of 16
+// rows while the warp goes on (store_bf16_by_tma).
 //
-// Row and column guards are per 16 bytes: the host asks for rows that hold a multiple of 16 bytes.
+// Row and column guards are per 16 bytes: the host requires rows of a multiple of 16 bytes.
 
 #pragma once
 
@@ -23,8 +21,8 @@ namespace jetrl {
 
 constexpr int kStagingBytes = 16 * 128;  // per warp
 
-// The same value from a source that the compiler cannot trace, so that what the epilogue derives from it (some
-// addresses) is computed there and not kept, or spilled, across the main loop.
+// The same value, opaque to the compiler, so that addresses derived from it are computed in the epilogue and not kept,
+// or spilled, across the main loop.
 JETRL_DEVICE int only_here(int value) {
 #ifndef JETRL_EMULATE
   asm volatile("" : "+r"(value));
@@ -41,7 +39,7 @@ struct alignas(16) Chunk {
   uint32_t word[4];
 };
 
-// 64 of the columns, `slice`, into staging: bias joins in FP32, then the one rounding to BF16.
+// 64 columns, `slice`, into staging: adds the bias in FP32, then rounds once to BF16.
 template <bool kBias, int kSums>
 JETRL_DEVICE void stage_bf16(uint32_t staging, const float (&acc)[kSums], int slice, const Bias& bias, int column,
                              int columns, int lane) {
@@ -87,8 +85,8 @@ JETRL_DEVICE void store_bf16(uint8_t* staging, const float (&acc)[64], const Out
   }
 }
 
-// The lane whose stores the copy engine makes. Where they go is known to be the same for all lanes, or (kElected) is
-// not and this is known to be one lane alone (sm90.cuh).
+// The lane that starts TMA stores. The compiler knows that the target is the same for all lanes, or (kElected) that a
+// single lane runs (sm90.cuh).
 template <bool kElected>
 JETRL_DEVICE bool acts_for_copies(int lane) {
   if constexpr (kElected) {
@@ -98,8 +96,7 @@ JETRL_DEVICE bool acts_for_copies(int lane) {
   }
 }
 
-// 64, 128 or 192 columns into staging, each 64 a place of their own, for the copy engine: it reads there while the warp
-// goes on. The chunks that a row's staging XORs are the 128-byte swizzle.
+// 64, 128 or 192 columns into staging, 2 KB for each 64, from where the copy engine reads them while the warp goes on.
 template <bool kElected, int kSums>
 JETRL_DEVICE void stage_for_tma(uint32_t staging, const float (&acc)[kSums], const Bias& bias, int column, int columns,
                                 int lane) {
@@ -139,7 +136,7 @@ JETRL_DEVICE void store_bf16_by_tma(uint32_t staging, const float (&acc)[kSums],
   store_staged_by_tma<false, kSums / 32>(staging, map, row, column, lane);
 }
 
-// What was staged for the copy engine, by the warp itself: only rows before `end`.
+// The warp itself stores what was staged for the copy engine: only rows before `end`.
 template <int kSlices>
 JETRL_DEVICE void store_staged_rows(const uint8_t* staging, const Output& out, int row, int end, int column,
                                     int columns, int lane) {

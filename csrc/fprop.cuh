@@ -3,17 +3,17 @@
 
 // FProp and DGrad on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 //
-// Arithmetic, the contract's: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192
-// columns) starts from zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending.
-// Every element of Y is that one chain of operations: tiles, clusters and the order of the warps change the speed only.
+// Arithmetic: per 128-wide K block a chain of four wgmma m64n128k32 (n64, n192 in tiles of 64, 192 columns) starts from
+// zero; its FP32 partial sum p is promoted by acc = fma(p, s_x * s_w, acc), K blocks ascending. Tiles, clusters and the
+// order of warps do not change this chain, so they change the speed only.
 //
-// Roles (384 threads, one block per multiprocessor, persistent): warpgroup 0 holds the warps that copy, one for qdata
-// and, where scales_suit_tma, the scales of X by TMA, else one more for those by cp.async, one for the scales of W;
-// warpgroups 1 and 2 each own 64 rows. A warpgroup waits for its own chain and promotes it while the other's runs.
+// Roles (384 threads, one persistent block per multiprocessor): warpgroup 0 copies, one warp qdata and, where
+// scales_suit_tma, the scales of X by TMA, else another warp those by cp.async, one warp the scales of W; warpgroups 1
+// and 2 own 64 rows each. A warpgroup promotes its chain while the other's runs.
 //
-// Edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA stores nothing there. K's last group
-// is short but has a scale. Where M has an odd number of row tiles, the last cluster's second block computes zeros that
-// no one stores. What limits the kernel, with figures: docs/log.md.
+// Edges: TMA and cp.async fill with zeros, so partial sums there are zero, and TMA does not store there. The last group
+// of K is short but has a scale. With an odd number of row tiles the last cluster's second block computes zeros that
+// are not stored. What limits the kernel: docs/log.md.
 
 #pragma once
 
@@ -32,22 +32,22 @@ struct FpropParams {
   Bias bias;
   Output y;
   int m, n, k_blocks;
-  int rank_blocks;  // K blocks of a rank, where the sum is of ranks' products
+  int rank_blocks;  // K blocks per rank in a sum of ranks' products
   bool tma_scales;  // of X
   TileOrder order;  // of cluster tiles: kCluster * kBlockM rows x kBlockN columns
-  // Of a grouped product; there tiles_n counts cluster tiles of kBlockM rows x kCluster * kBlockN columns.
+  // Grouped products; there tiles_n counts cluster tiles of kBlockM rows x kCluster * kBlockN columns.
   Segments segments = {nullptr, 0};
   int w_row_step = 0, w_column_step = 0;
   int64_t w_scale_step = 0;
-  int slice_tiles_n = 0, slice_rows = 0;  // those of one slice of K: of tiles_n, and of Y's rows its product's
+  int slice_tiles_n = 0, slice_rows = 0;  // of one slice of K: its part of tiles_n, and of the rows of Y
 };
 
-// A warp's first element of an output tile. Of a grouped product `end` is the row after the expert's last.
+// A warp's first element of an output tile. In a grouped product `end` is the row after the expert's last.
 struct Corner {
   int row, column, end = 0;
 };
 
-// A block's output tile; of a dense product expert and slice are 0.
+// A block's output tile; in a dense product expert and slice are 0.
 struct FpropTile {
   int row, column, end, expert, slice = 0;
 };
@@ -59,20 +59,19 @@ JETRL_DEVICE FpropTile dense_tile(const FpropParams& p, int tile, int rank) {
   return {(tile_m * Shape::kCluster + rank) * Shape::kBlockM, tile_n * Shape::kBlockN, 0, 0};
 }
 
-// kRanks, a sum of ranks' products, as tensor parallelism makes it: K lies in as many equal slices. At the end of each
-// acc is rounded to BF16 and joins total = total + bf16(acc) in FP32, slices ascending, under the next slice's first
-// chain; total is rounded once. It begins as -0, which changes no number that is added to it.
+// kRanks: a sum of tensor-parallel ranks' products over equal slices of K. At the end of a slice total += bf16(acc) in
+// FP32, slices ascending, while the next slice's first chain runs; total is rounded once. It starts as -0, which leaves
+// every number unchanged.
 //
-// kGrouped, a product for the rows of each expert (gemm.h, Segments), with its own W; a tile has rows of one expert.
-// The warp that copies qdata finds the tiles and tells the consumers theirs with stage 0. Blocks of a cluster take
-// neighbouring columns there and share X, else neighbouring rows and share W. Where each slice of K has a product of
-// its own, a tile is of one slice: k_blocks long, and the warps that copy begin at its columns, of which the consumers
-// do not know.
+// kGrouped: a product for the rows of each expert (gemm.h, Segments) with its own W; a tile has rows of one expert. The
+// warp that copies qdata finds the tiles and passes them to the consumers with stage 0. Blocks of a cluster take
+// neighboring columns and share X (dense: neighboring rows, shared W). With several slices of K, each a product, a tile
+// is of one slice, k_blocks long, and only the warps that copy know at which columns it begins.
 //
-// The tile is 128 x 256, as large as registers allow: a thread of the two consumer warpgroups keeps 2 x 64 accumulators
-// and 64 partial sums, 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Where tiles of
-// 256 columns leave multiprocessors without one in the last round, those of 192 (one chain a warpgroup), 128 or 64 may
-// take less time (kTiles). A sum of ranks' products keeps as many totals as accumulators: 3 x 64 for 128 columns.
+// The tile is 128 x 256, as large as registers allow: a consumer thread keeps 2 x 64 accumulators and 64 partial sums,
+// 192 of its 240 registers (504 of 512 go to the three warpgroups: 240, 240, 24). Tiles of 192 (one chain per
+// warpgroup), 128 or 64 columns may take less time where 256 leave multiprocessors idle in the last round (kTiles). A
+// sum of ranks' products keeps as many totals as accumulators: 3 x 64 for 128 columns.
 template <int kBlockN_, int kCluster_, bool kRanks_ = false, bool kGrouped_ = false>
 struct FpropShape {
   static constexpr int kBlockM = 128, kBlockN = kBlockN_, kCluster = kCluster_;
@@ -82,8 +81,8 @@ struct FpropShape {
   static constexpr int kChunks = kBlockN / kChunk;  // a consumer warpgroup has 64 rows of each
   static constexpr int kStages = kBlockN >= 192 ? 4 : kBlockN == 128 ? 5 : 8;
   static constexpr int kTileX = kBlockM * kGroup, kTileW = kBlockN * kGroup;
-  // Columns that share a scale of W wherever the tile begins, and how many such the tile has, of one K block and, with
-  // room for a read of them all, of a round of the ring.
+  // Columns that share a scale of W wherever the tile begins, and how many such parts a tile has; kRoom: padded for one
+  // read.
   static constexpr int kPart = kBlockN % kGroup == 0 ? kGroup : 64, kParts = kBlockN / kPart;
   static constexpr int kRoom = kParts == 3 ? 4 : kParts, kScalesW = kStages * kRoom;
   // Byte offsets in shared memory.
@@ -106,7 +105,7 @@ struct FpropShape {
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
-// By a whole warp, for all tiles of this block in turn: visit(tile, odd), `odd` changes with every tile.
+// By a whole warp: visit(tile, odd) for each tile of this block; `odd` alternates.
 template <class Shape, class Visit>
 JETRL_DEVICE void fprop_tiles(const FpropParams& p, int rank, int lane, const Visit& visit) {
   if constexpr (Shape::kGrouped) {
@@ -127,8 +126,7 @@ JETRL_DEVICE void fprop_tiles(const FpropParams& p, int rank, int lane, const Vi
 }
 
 // By a warp that copies: bring(stage, full, block, tile, odd) for all K blocks of all tiles, with the stage's barrier.
-// All its lanes go through the loop together, which keeps addresses in uniform registers, and one of them is elected
-// where one is to act.
+// All lanes run the loop, which keeps addresses in uniform registers; one is elected where one acts.
 template <class Shape, class Bring>
 JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring, int rank, int lane,
                              const Bring& bring) {
@@ -143,8 +141,8 @@ JETRL_DEVICE void fprop_fill(const FpropParams& p, TileRing<Shape::kStages> ring
   });
 }
 
-// By a warp: qdata, and the scales of X where scales_suit_tma. With a tile's first stage its place goes to the
-// consumers, who read it at its end: they have read that of two tiles ago when they give back the last tile's stage 0.
+// By a warp: copies qdata, and the scales of X where scales_suit_tma. A tile's place goes to the consumers with its
+// first stage; they read it at the end, and have read that of two tiles ago when they release the last tile's stage 0.
 template <class Shape>
 JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap* w_map,
                              const sm90::TensorMap* x_scales_map, const FpropParams& p, uint8_t* memory, uint32_t base,
@@ -174,9 +172,9 @@ JETRL_DEVICE void fprop_copy(const sm90::TensorMap* x_map, const sm90::TensorMap
   });
 }
 
-// By a warp: the scales of W, for all K blocks of a round of the ring at once, a lane for each and each part of the
-// columns. They come with stage 0, in turn to two places: when round r - 1 has given back its stage 0, round r - 2 is
-// over, whose scales round r overwrites. (With every K block instead: 1% slower at 25 instructions, 2.5% at 45.)
+// By a warp: copies the scales of W, for all K blocks of a round of the ring at once, a lane per K block and part of
+// the columns. They come with stage 0, in turn to two places: when round r - 1 has released its stage 0, round r - 2,
+// whose scales round r overwrites, is over. (With every K block instead: 1% slower at 25 instructions, 2.5% at 45.)
 template <class Shape>
 JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
                                       int lane) {
@@ -203,7 +201,7 @@ JETRL_DEVICE void fprop_copy_w_scales(const FpropParams& p, uint32_t base, TileR
   });
 }
 
-// By a warp: scales of X that the copy engine cannot read.
+// By a warp: copies scales of X that the copy engine cannot read.
 template <class Shape>
 JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileRing<Shape::kStages> ring, int rank,
                                       int lane) {
@@ -214,14 +212,13 @@ JETRL_DEVICE void fprop_copy_x_scales(const FpropParams& p, uint32_t base, TileR
   });
 }
 
-// A consumer warp, with the tile that it computes in its registers. Every instruction between two chains shows, so
-// stages are static (tile_ring.cuh), where releases arrive is computed once, and while a tile has more than a round of
-// blocks left the loop does not ask for its end. The next block is waited for after the FMAs in this source: ptxas
-// asks for it before them and branches after them, if it has not come.
+// A consumer warp, with its tile in registers. Every instruction between two chains costs time, so stages are static
+// (tile_ring.cuh), the target of releases is computed once, and the loop tests for the end of a tile only in its last
+// round. The wait for the next block stands after the FMAs here; ptxas tests the barrier before them and branches
+// after.
 //
-// No thread waits at the end of a tile: the sums stay in their registers until the next tile's first block, where each
-// chain's columns are packed into staging under that block's chain for the same ones, which starts from zero anyway,
-// and the copy engine stores them while the loop goes on.
+// No thread waits at the end of a tile: the sums stay in registers until the next tile's first block. While its chain
+// for the same columns runs, they are packed into staging, from where the copy engine stores them.
 template <class Shape>
 struct FpropConsumer {
   static constexpr int kChunks = Shape::kChunks, kSums = Shape::kSums, kStages = Shape::kStages;
@@ -236,13 +233,13 @@ struct FpropConsumer {
   uint8_t* memory;
   int lane;
   uint32_t place_of_releases;
-  int round_at = Shape::kScalesW;  // in w_scales, of this round: 0 or after those of the other
+  int round_at = Shape::kScalesW;  // offset of this round in w_scales: 0 or kScalesW
   float partial[kSums];
   float acc[kChunks][kSums];
   float total[Shape::kRanks ? kSums : 1];  // of the ranks before this one
   int left_of_rank = 0;                    // K blocks
 
-  // A rank's product is rounded and added.
+  // Rounds and adds a rank's product.
   JETRL_DEVICE void end_rank() {
 #pragma unroll
     for (int j = 0; j < kSums; j += 2) {
@@ -279,7 +276,7 @@ struct FpropConsumer {
     }
   }
 
-  // The scales of W for a stage's parts of the columns.
+  // Reads the scales of W of a stage, one per part of the columns.
   JETRL_DEVICE void read_w_scales(float (&values)[Shape::kParts], int stage) const {
     const float* from = w_scales + round_at + Shape::kRoom * stage;
     if constexpr (Shape::kParts == 3) {
@@ -293,9 +290,8 @@ struct FpropConsumer {
     }
   }
 
-  // One K block, and the wait for the next, if it is not the last. A tile's first one starts its sums. Those of the
-  // tile `before`, if there was one (row >= 0), are still in their registers: each chunk is stored under this block's
-  // chain for it.
+  // One K block, and the wait for the next unless it is the last. A tile's first one starts its sums; each chunk of the
+  // sums of the tile `before`, if there was one (row >= 0), is stored while this block's chain for it runs.
   template <bool kFirst>
   JETRL_DEVICE void block(int stage, bool last, Corner before = {-1, 0}) {
     const uint64_t x = x_descriptor + stage * (Shape::kTileX / 16), w = w_descriptor + stage * (Shape::kTileW / 16);
@@ -361,7 +357,7 @@ JETRL_DEVICE void fprop_consume(const FpropParams& p, const sm90::TensorMap* y_m
                              lane,
                              ring.template place_of_releases<Shape::kCluster>(lane)};
   Corner before{-1, 0};
-  // Of a grouped product twice the number of tiles that are left, plus one at every second tile: one register.
+  // In a grouped product twice the number of tiles left, plus one at every second tile: saves a register.
   int tile = first_tile<Shape::kCluster>();
   if constexpr (Shape::kGrouped) {
     const int step = tile_step<Shape::kCluster>();
@@ -420,7 +416,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
   if (warpgroup == 0) {
     sm90::give_registers<24>();
-    if (warp == 3 || (warp == 2 && p.tma_scales)) return;  // rather than wait below for as long as the kernel runs
+    if (warp == 3 || (warp == 2 && p.tma_scales)) return;  // instead of waiting below until the kernel ends
     if (warp == 2) {
       fprop_copy_x_scales<Shape>(p, base, ring, rank, lane);
     } else if (warp == 1) {
@@ -432,7 +428,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90::take_registers<240>();
     fprop_consume<Shape>(p, &y_map, memory, ring, warpgroup - 1, rank, warp % 4, lane);
   }
-  // No block leaves while another of its cluster may still arrive at its barriers.
+  // No block exits while another of its cluster may still arrive at its barriers.
   if (Shape::kCluster > 1) sm90::sync_cluster();
 }
 

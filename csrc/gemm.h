@@ -1,12 +1,12 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernels are made of, on both sides of the fence: layouts as arithmetic, and the host's view of a call.
+// Layouts that kernels share, and the host's interface to the kernels.
 //
-// Shared-memory operand tile. TMA writes a box of `rows` x 128 bytes (128 E4M3 qdata: one K block) under the 128-byte
+// Shared-memory operand tile: TMA writes a box of `rows` x 128 bytes (128 E4M3 qdata: one K block) with the 128-byte
 // swizzle: the 16-byte chunk index of an address (bits 4..6) is XORed with its row within eight rows (bits 7..9). A
-// tile starts on a multiple of 1024 bytes (eight rows), so the pattern is a function of the address alone, and wgmma
-// applies the same XOR to the addresses that it forms: no code here computes a swizzled operand address.
+// tile starts on a multiple of 1024 bytes (eight rows), so the swizzle depends on the address alone, and wgmma applies
+// it too: no code here computes a swizzled operand address.
 //
 // wgmma's FP32 accumulator (m64nN): thread t of the warpgroup, lane l = t % 32, holds for each n8 chunk j
 //   d[4j + 0..1] = D[16 (t / 32) + l / 4    ][8j + 2 (l % 4) + 0..1]
@@ -26,7 +26,7 @@ namespace jetrl {
 
 constexpr int kGroup = 128;            // qdata that share a scale along K; bytes in a row of an operand tile
 constexpr int kChainLength = 4;        // wgmma k32 instructions in one K block
-constexpr int kSharedMemory = 232448;  // what a block of sm_90 can have: 227 KiB
+constexpr int kSharedMemory = 232448;  // the most that a block of sm_90 can have: 227 KiB
 
 JETRL_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 JETRL_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
@@ -37,9 +37,9 @@ JETRL_HOST_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) *
 //   bits 32..45  stride byte offset / 16: from eight rows to the next eight, 1024 / 16 = 64
 //   bits 49..51  base offset: 0, because tiles start on multiples of 1024
 //   bits 62..63  layout: 1, the 128-byte swizzle
-// An instruction contracts 32 qdata (32 bytes), so the four of one K block start 0, 32, 64 and 96 bytes into the row:
-// 2 units of the address field apart. The hardware adds the row offsets to that start and XORs afterwards, so a start
-// inside the first 128-byte row keeps bits 7..9 of every address those of its row. Tile rows r..r+63 start at r * 128.
+// An instruction contracts 32 qdata (32 bytes), so the four of one K block start 0, 32, 64 and 96 bytes into the row, 2
+// units of the address field apart. The hardware adds row offsets to the start before the XOR, so a start inside the
+// first 128-byte row leaves bits 7..9 of every address to its row. Tile rows r..r+63 start at r * 128.
 JETRL_HOST_DEVICE uint64_t operand_descriptor(uint32_t shared_address) {
   constexpr uint64_t kLeading = 1, kStride = 1024 / 16, kSwizzle128 = 1;
   return (uint64_t(shared_address & 0x3FFFF) >> 4) | kLeading << 16 | kStride << 32 | kSwizzle128 << 62;
@@ -48,8 +48,8 @@ JETRL_HOST_DEVICE uint64_t operand_descriptor(uint32_t shared_address) {
 constexpr uint64_t kDescriptorStepK32 = 32 / 16;        // next 32 qdata of the same rows
 constexpr uint64_t kDescriptorStep64Rows = 64 * kGroup / 16;
 
-// Output tiles in the order that a persistent grid takes them: down groups of `group` tile rows, then one column on, so
-// that the tiles in flight at any time form a block that is roughly square and its operands are shared in L2.
+// Order of output tiles in a persistent grid: down groups of `group` tile rows, then one column on, so that tiles in
+// flight form a roughly square block and share operands in L2.
 struct TileOrder {
   int tiles_m, tiles_n, group;
 
@@ -64,12 +64,12 @@ struct TileOrder {
   }
 };
 
-// A tile of `block` rows of the operand whose share varies, beside 128 of the other, and what a round of such takes.
+// A tile of `block` rows of one operand and 128 of the other, and the time of a round of such tiles.
 struct TileCost {
   int block, cost;
 };
 
-// The block whose rounds of the machine cost least; the first of equals.
+// The block with the least time over all rounds; the first of equals.
 template <int kChoices>
 constexpr int choose_block(const TileCost (&choices)[kChoices], int rows, int others, int processors) {
   int best = 0, least = 0;
@@ -80,7 +80,7 @@ constexpr int choose_block(const TileCost (&choices)[kChoices], int rows, int ot
   return best;
 }
 
-// Whether K falls into so many equal slices that are multiples of 128, as tensor-parallel ranks hold them.
+// Whether K divides into `count` equal slices that are multiples of 128, one per tensor-parallel rank.
 inline bool has_slices(int k, int count) {
   return count >= 1 && count <= k / kGroup && k % (count * kGroup) == 0;
 }
@@ -91,8 +91,7 @@ struct Scales {
   int64_t stride_row, stride_group;
 };
 
-// Whether the copy engine can read `rows` scales of a group at once: they lie side by side, groups 16 bytes apart or a
-// multiple of that.
+// Whether the copy engine can read `rows` scales of a group at once: contiguous, groups a multiple of 16 bytes apart.
 inline bool scales_suit_tma(const Scales& scales, int rows) {
   return (scales.stride_row == 1 || rows == 1) && scales.stride_group > 0 && scales.stride_group % 4 == 0 &&
          scales.stride_group >= rows && reinterpret_cast<uintptr_t>(scales.data) % 16 == 0;
@@ -111,24 +110,23 @@ struct Bias {
   bool fp32;         // else BF16
 };
 
-// Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 numbers, ascending
-// from zero, is on the device, and nobody but the device knows it. `aligned`: they are multiples of 4. The copy engine
-// reads a row of a matrix from multiples of 16 bytes on, here 4 scales; from elsewhere it is an illegal instruction.
+// Rows of experts: expert e has rows start[e] to start[e + 1] - 1, or none. `start`, experts + 1 ascending numbers from
+// zero, is on the device; the host does not know it. `aligned`: they are multiples of 4, as the copy engine needs to
+// read scales (16 bytes; other addresses are an illegal instruction).
 struct Segments {
   const int* start;
   int experts;
   bool aligned = false;
 };
 
-// How many tiles of `block` rows all experts can have together: as many experts as possible have rows, and each of them
-// one tile that is not full.
+// Most tiles of `block` rows that all experts together can have: each expert with rows has one tile that is not full.
 JETRL_HOST_DEVICE constexpr int most_row_tiles(int rows, int experts, int block) {
   const int hit = experts < rows ? experts : rows;
   return hit + (rows - hit) / block;
 }
 
-// Matrices [n, k] of all experts, as parts of one matrix [all.rows, columns]: expert e's begins e * row_step rows down
-// and e * column_step columns on, its scales e * scale_step elements after the first one's. n and k are multiples of
+// Matrices [n, k] of all experts as parts of one matrix [all.rows, columns]: that of expert e begins at row e *
+// row_step and column e * column_step, its scales e * scale_step elements after the first. n and k are multiples of
 // 128.
 struct ExpertOperand {
   Operand all;
@@ -136,8 +134,8 @@ struct ExpertOperand {
   int64_t scale_step;
 };
 
-// The two layouts that are parts of one matrix: experts below each other, as weights are, or next to each other, as the
-// transpose of such a matrix has them; `all.qdata` is nullptr for any other. Strides in elements.
+// Supported layouts: experts below each other, as in weights, or next to each other, as in their transpose; `all.qdata`
+// is nullptr for any other. Strides in elements.
 inline ExpertOperand expert_operand(const void* qdata, int experts, int n, int k, int64_t expert_stride,
                                     int64_t row_stride, const Scales& scales, int64_t scale_step) {
   ExpertOperand w{{qdata, n, row_stride, scales}, n, k, k, 0, 0, scale_step};
@@ -161,57 +159,57 @@ struct Output {
   bool fp32;  // else BF16
 };
 
-// Of a BF16 box that the copy engine writes: a warp's rows, 128 bytes of each.
+// A BF16 box that the copy engine writes: the rows of a warp, 128 bytes of each.
 constexpr int kStoreRows = 16, kStoreColumns = 64;
 
-// Zero: the kernel's own choice. Only the speed depends on it, never a bit of the result.
+// Zero: the kernel chooses. Only the speed depends on it, never a bit of the result.
 struct Config {
-  // Rows per tile of the operand whose share varies: of W in fprop 64, 128, 192 or 256 and of A in wgrad 128 or 256,
-  // beside 128 of the other; of W in decode_fprop 16, 32, 48 or 64.
+  // Rows per tile: of W in fprop 64, 128, 192 or 256, of A in wgrad 128 or 256, with 128 rows of the other operand; of
+  // W in decode_fprop 16, 32, 48 or 64.
   int block = 0;
   int cluster = 0;  // blocks that share an operand tile by multicast
 };
 
 using Stream = void*;
 
-// How a kernel is started. With `overlaps` its blocks may start while the previous kernel in the stream still runs,
-// once every block of that one has allowed it (griddepcontrol.launch_dependents) or left: programmatic dependent
-// launch. Such a kernel calls sm90::wait_for_previous_kernel before it reads what the previous one writes or writes
-// what that one reads. What still earlier kernels wrote it may read at once, if the previous one has waited for them
-// before it allowed anything: by a launch without `overlaps`, or because none of its blocks leaves without that wait.
+// How a kernel is launched. With `overlaps` (programmatic dependent launch) its blocks may start before the previous
+// kernel in the stream ends, once every block of that one has called griddepcontrol.launch_dependents or exited. Such a
+// kernel calls sm90::wait_for_previous_kernel before it reads what the previous one writes or writes what that one
+// reads. It may read at once what earlier kernels wrote if the previous one has waited for them: because it was
+// launched without `overlaps`, or because none of its blocks exits without that wait.
 struct Grid {
   int blocks, cluster, threads, shared_bytes;
   Stream stream;
   bool overlaps = false;
-  int columns = 1;  // of blocks, each of `blocks`: block b of column c is sm90::block_index() and sm90::block_column()
+  int columns = 1;  // each of `blocks` blocks: block b of column c is sm90::block_index() and sm90::block_column()
 };
 
 // Y[M,N] = X W^T (+ bias), 1x128 scales on X, 128x128 scales on W, BF16 out.
 void fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config, Stream stream);
-// The sum of the products of `ranks` equal slices of K, each rounded to BF16 as fprop rounds it, added in FP32 in their
-// order and rounded once. K is a multiple of 128 `ranks`; tiles take 64 or 128 rows of W.
+// The sum of the products of `ranks` equal slices of K, each rounded to BF16 as in fprop, added in FP32 in order and
+// rounded once. K is a multiple of 128 `ranks`; tiles take 64 or 128 rows of W.
 void fprop_of_ranks(const Operand& x, const Operand& w, int k, int ranks, const Output& y, Config config,
                     Stream stream);
-// fprop for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither qdata nor
-// scales of W nor the bias, and starts nothing before all earlier kernels have ended (Grid). Then copies of W start
-// while it runs. Only the speed depends on it.
+// fprop for few rows of X; the same bits. `static_weight`: the previous kernel in the stream writes neither W nor the
+// bias, and lets no kernel start before all earlier ones have ended (Grid). Then copies of W start while it runs; only
+// the speed depends on it.
 void decode_fprop(const Operand& x, const Operand& w, int k, const Bias& bias, const Output& y, Config config,
                   bool static_weight, Stream stream);
 // dW[N,K] = A B^T with A = dY^T [N,T], B = X^T [K,T], 1x128 scales along T on both, `t` tokens.
 void wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Config config, Stream stream);
 
-// fprop of each expert's rows with its own matrix: of each of `slices` equal slices of K, multiples of 128, one after
-// another to y [slices * rows, n]. Nothing is written after a product's last segment. Tiles take 128 or 256 rows of W;
-// blocks of a cluster share rows of X.
+// fprop of each expert's rows with its own matrix, once per slice of K (`slices` equal ones, multiples of 128), to y
+// [slices * rows, n]. Rows after the last segment are not written. Tiles take 128 or 256 rows of W; blocks of a cluster
+// share rows of X.
 void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                    Config config, Stream stream);
-// The same for few rows an expert; the same bits. Tiles take 32, 64 or 128 rows of W. `static_weight` as in
-// decode_fprop: blocks may start under the previous kernel. `static_segments`, with it: that one does not write
+// The same for few rows per expert; the same bits. Tiles take 32, 64 or 128 rows of W. `static_weight` as in
+// decode_fprop: blocks may start before the previous kernel ends. With `static_segments` it does not write
 // `segments.start` either, and copies of W may start as well.
 void grouped_decode(const Operand& x, const ExpertOperand& w, const Segments& segments, int slices, const Output& y,
                     Config config, bool static_weight, bool static_segments, Stream stream);
-// wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without. Segments are multiples of
-// 128 tokens.
+// wgrad of each expert's tokens, to dw [experts * N, K] BF16; zeros for an expert without tokens. Segments are
+// multiples of 128 tokens.
 void grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments& segments, const Output& dw, Config config,
                    Stream stream);
 
@@ -223,7 +221,7 @@ struct Transposed {
 };
 
 // x [M,K] with 1x128 scales to qdata [K,M] with a scale per 128 tokens, [ceil(M/128), K]: WGrad's operand. k and the
-// rows' stride are multiples of 16; rows of `out` have room for M rounded up to 128, zeros (or NaN) after its end.
+// row stride are multiples of 16; rows of `out` have room for M rounded up to 128, filled with zeros (or NaN) after M.
 void relayout_128x1(const Operand& x, int k, bool pow2, const Transposed& out, Stream stream);
 // w [N,K] with 128x128 scales to its transpose, [K,N], scales [ceil(K/128), ceil(N/128)]; N and K multiples of 16.
 void transpose_128x128(const Operand& w, int k, const Transposed& out, Stream stream);
@@ -246,8 +244,8 @@ void silu_mul_backward(const Bf16Rows& dy, const Bf16Rows& gate, const Bf16Rows&
                        const QuantizedBothWays& dgate, const QuantizedBothWays& dup, Stream stream);
 
 // One new token of each request over a KV cache. BF16 q and out [requests, kv_heads * group, 128], strides of requests
-// in elements, multiples of 8; lengths [requests] tokens, the new one included; table [requests, ...] their pages, of
-// 16 tokens `units` times, `stride_table` apart. 1, 2, 4 or 8 blocks, `cluster`, share a request and KV head, which
+// in elements, multiples of 8; lengths [requests] tokens, the new one included; table [requests, ...] their pages of
+// 16 * units tokens, rows `stride_table` apart. `cluster`: 1, 2, 4 or 8 blocks share a request and KV head, which
 // changes no bit.
 struct DecodeAttention {
   const uint16_t* q;
@@ -261,8 +259,8 @@ struct DecodeAttention {
 // FP8 cache [pages, kv_heads, units, 4128] bytes (reference/kv_cache.py).
 void decode_attention(const DecodeAttention& call, const void* cache, Stream stream);
 
-// BF16 keys and values [pages, tokens, kv_heads, 128]; strides in steps of 16 bytes, whose multiples the addresses are,
-// too. All pages lie within 2^31 such steps.
+// BF16 keys and values [pages, tokens, kv_heads, 128]; strides in steps of 16 bytes, addresses multiples of 16 bytes.
+// All pages lie within 2^31 steps.
 struct Bf16Pages {
   const uint8_t *keys, *values;
   int stride_page, stride_token, stride_head;

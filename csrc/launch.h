@@ -1,11 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What a host function needs to start a kernel: TMA descriptors, the machine's size, a launch with clusters, which may
-// overlap with the previous kernel.
-//
-// cuTensorMapEncodeTiled is asked from the driver through the run-time library, so that the library loads (and says why
-// it cannot run) on machines without a driver.
+// The host side of a kernel launch: TMA descriptors, the number of multiprocessors, clusters, overlap with the previous
+// kernel. cuTensorMapEncodeTiled comes from the driver at run time, so that the library loads without a driver.
 
 #pragma once
 
@@ -32,7 +29,7 @@ inline void check(cudaError_t error, const char* doing) {
   }
 }
 
-// A matrix of `rows` rows of `columns` elements, the rows `stride` bytes apart, read in boxes.
+// A matrix of `rows` rows of `columns` elements, rows `stride` bytes apart, read in boxes.
 inline CUtensorMap tensor_map(const char* what, CUtensorMapDataType type, const void* data, int64_t columns,
                               int64_t rows, int64_t stride, int box_columns, int box_rows, CUtensorMapSwizzle swizzle) {
   static const auto encode = [] {
@@ -105,9 +102,8 @@ void allow_shared_memory(const Grid& grid) {
   }
 }
 
-// Clusters of such a grid that the current device holds at once: at most as many as its multiprocessors have room for,
-// since a cluster lies within one of their groups (GPCs), and these are of several sizes. For kernels whose grids have
-// one number of threads, of bytes and of blocks in a cluster.
+// Clusters of such a grid that the current device holds at once; a cluster lies within one GPC, and GPCs differ in
+// size. Cached per kernel, whose grids must agree in threads, bytes and blocks per cluster.
 template <auto kKernel>
 int clusters_at_once(const Grid& grid) {
   static std::atomic<int> counts[64];  // the count and 1, per device; 0: not queried yet

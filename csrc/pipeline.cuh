@@ -3,10 +3,9 @@
 
 // The ring of shared-memory stages between the warps that copy ("the producer") and the consumer warpgroups.
 //
-// Stage s has two mbarriers. `full`: one arrival a phase of the thread that announces the bytes which the copy engine
-// brings, and one of each lane whose cp.async bring scales; the phase ends when all have come and the copy engine has
-// written all bytes. `empty`: one arrival per consumer warp of every block of the cluster, because a multicast
-// overwrites the stage in all of them: no block may write it before all blocks are done with it.
+// Stage s has two mbarriers. `full`: per phase one arrival of the thread that announces the bytes of the copy engine,
+// and one of each lane that copies scales by cp.async; the phase ends when all have arrived and all bytes are written.
+// `empty`: one arrival per consumer warp of every block of the cluster, since a multicast overwrites the stage in all.
 //
 // Use number i of the ring is stage i % stages in round i / stages. Both barriers count rounds in their phase, so
 //   consumers wait for   full[s]  with parity  round % 2        (the phase that this round's copies end)
@@ -19,9 +18,8 @@
 
 namespace jetrl {
 
-// Whether all lanes of a warp arrive at the `empty` of every block and not one lane at each, after the warp's sync. For
-// compute-sanitizer: racecheck follows every lane separately, and the sync of a warp that never diverged leaves no
-// instruction that it could see.
+// Whether all lanes of a warp arrive at the `empty` of every block, not one lane at each, after the warp's sync. For
+// compute-sanitizer: racecheck follows lanes separately and does not see the sync of a warp that never diverged.
 #ifdef JETRL_DEBUG
 constexpr bool kAllLanesRelease = true;
 #else
@@ -31,7 +29,7 @@ constexpr bool kAllLanesRelease = false;
 template <int kCluster, int kConsumerWarps>
 constexpr int kReleases = (kAllLanesRelease ? 32 : 1) * kCluster * kConsumerWarps;
 
-// By every lane of a warp, of which lane r arrives at block r's alone where not all do.
+// Called by every lane of a warp; lane r arrives at the barrier of block r, or all lanes at all.
 template <int kCluster>
 JETRL_DEVICE void arrive_at_blocks(uint32_t barrier, int lane) {
   if constexpr (kAllLanesRelease) {
@@ -41,17 +39,15 @@ JETRL_DEVICE void arrive_at_blocks(uint32_t barrier, int lane) {
   }
 }
 
-// A wait names a phase by its parity alone, which is enough while no thread can be two phases behind. `full` cannot end
-// phase r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in
-// round r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the
-// producer's wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for the `empty` of
-// those stages only to whose `full` it arrives in every use; lanes of it that do not arrive meet the others after each
-// wait.
+// A wait names a phase by its parity, which suffices while no thread can be two phases behind. `full` cannot end phase
+// r + 1 before the producer saw `empty` end phase r, which needs every warp to have passed its wait for `full` in round
+// r; `empty` cannot end phase r + 1 before the consumers passed `full` of round r + 1, which follows the producer's
+// wait for `empty` of phase r, in each block of the cluster. So a warp that copies waits for `empty` only of stages to
+// whose `full` it arrives in every use; its lanes that do not arrive meet the others after each wait.
 //
-// With a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes:
-// the bytes then arrive on Q's `full` in a phase that still misses Q's own arrival, cannot end early, and may count
-// below zero until the announcement. It is the right phase, since P saw `empty` end, so Q's warps had passed `full` of
-// round r - 1.
+// In a cluster, block P may issue its half of a tile for round r before block Q's producer has announced its bytes.
+// They count on Q's `full` in a phase that lacks Q's own arrival and so cannot end early; the count may be below zero
+// until the announcement. It is the right phase: P saw `empty` end, so Q's warps had passed `full` of round r - 1.
 struct StageRing {
   uint32_t full, empty;  // shared addresses of the two arrays of barriers
   int stages;

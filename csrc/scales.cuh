@@ -1,14 +1,14 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// A group's scale and what its elements are multiplied by, in the arithmetic of kernels/device/e4m3.py, which has the
-// proofs that qdata and scales are the bytes of the reference.
+// Scales and quotients of groups, in the arithmetic of kernels/device/e4m3.py, where it is shown to give the bytes of
+// the reference.
 //
-//   fp32   s = amax / 448 rounded: a quotient by 7 is nowhere near a midpoint, so two terms of 1 / 448 give it
+//   fp32   s = amax / 448 rounded: no quotient by 7 is near a midpoint, so two terms of 1 / 448 suffice
 //   pow2   s = 2^ceil(log2(amax / 448)), from the bits of amax: 448 is 1.75 * 2^8
 //
-// Neither is below 2^-63; the scale of zeros, and that of a group with an Inf or NaN, is stored as 1. Whatever the
-// elements are multiplied by is NaN for a group with an Inf or NaN, so all its qdata are.
+// s >= 2^-63. For zeros, and for a group with an Inf or NaN, 1 is stored; the factor of such a group is NaN, and so is
+// all its qdata.
 
 #pragma once
 
@@ -68,7 +68,7 @@ struct Bf16Divider : GroupScale<kPow2> {
     if constexpr (kPow2) {
       first = this->exact_reciprocal(amax);
     } else {
-      // The 0 that is the reciprocal of Inf becomes NaN.
+      // The reciprocal of Inf, 0, becomes NaN.
       first = sm90::float_of(sm90::bits_of(sm90::reciprocal_about(this->divisor)) - 2);
       second = sm90::multiply(sm90::multiply_add(-first, this->divisor, 1.0f), first);
     }

@@ -1,12 +1,11 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Which tile of which expert a block computes, where the rows of experts lie as the device says (gemm.h, Segments).
+// Assigns tiles of experts to blocks where only the device knows the rows of experts (gemm.h, Segments).
 //
 // Tiles go by experts, in an expert by rows, and through all columns of a row of tiles: W of one expert stays in L2,
-// its rows are read once. A row of tiles begins at the expert's first row or kRows after another, so no tile has rows
-// of two experts. The host does not know their number. A warp finds a tile's expert among 32 at once, by a scan over
-// its lanes; it asks for ascending tiles, so it goes over the experts once and keeps two numbers.
+// its rows are read once. No tile has rows of two experts. A warp finds a tile's expert among 32 at once by a scan over
+// its lanes; it asks for ascending tiles, so it passes over the experts once.
 
 #pragma once
 
@@ -22,9 +21,9 @@ template <int kRows>
 struct SegmentTiles {
   Segments of;
   int tiles_n;
-  int first = 0, before = 0;  // the first expert of those that are looked at, and the tiles before it
+  int first = 0, before = 0;  // first of the 32 experts in the scan, and the number of tiles before it
 
-  // By a whole warp: how many there are.
+  // By a whole warp: the number of tiles.
   JETRL_DEVICE int count(int lane) const {
     int tiles = 0;
     for (int e = lane; e < of.experts; e += 32) tiles += ceil_div(of.start[e + 1] - of.start[e], kRows);
@@ -33,7 +32,7 @@ struct SegmentTiles {
     return tiles * tiles_n;
   }
 
-  // By a whole warp, for a tile that is not before the last one; false if there are fewer.
+  // By a whole warp, for ascending tiles; false if there are fewer.
   JETRL_DEVICE bool locate(int tile, int lane, SegmentTile& at) {
     for (; first < of.experts; first += 32) {
       const int expert = first + lane;

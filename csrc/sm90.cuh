@@ -1,11 +1,11 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The Hopper instructions that the kernels use, one function each: no other file holds PTX.
+// The Hopper instructions that the kernels use, one function each: the only file with PTX.
 //
-// Shared-memory addresses are 32-bit, as the instructions want them; waits carry a name, so that a debug build
-// (-DJETRL_DEBUG) can say which barrier a hung kernel waits for before it traps. Under JETRL_EMULATE the same functions
-// come from tests/emulator/sm90.h and run on a CPU: kernel code must reach the hardware through this file alone.
+// Shared-memory addresses are 32-bit; waits have a name, so that a debug build (-DJETRL_DEBUG) reports the barrier that
+// a hung kernel waits for before it traps. Under JETRL_EMULATE the same functions come from tests/emulator/sm90.h and
+// run on a CPU, so kernels must reach the hardware through this file alone.
 
 #pragma once
 
@@ -50,7 +50,7 @@ JETRL_DEVICE int rank_in_cluster() {
 
 JETRL_DEVICE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
-// The block's dynamic shared memory; operand tiles need its start on a multiple of 1024.
+// The block's dynamic shared memory; operand tiles need it to start on a multiple of 1024.
 JETRL_DEVICE uint8_t* dynamic_shared_memory() {
   extern __shared__ __align__(1024) uint8_t memory[];
   if (shared_address(memory) % 1024 != 0) __trap();
@@ -60,9 +60,9 @@ JETRL_DEVICE uint8_t* dynamic_shared_memory() {
 // The same value in every lane, kept in a uniform register.
 JETRL_DEVICE int warp_uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 
-// Whether this is the one lane of a full warp that acts for it; always the same one. Under this condition the compiler
-// knows that a single thread runs, which it does not under `lane == 0`: there it puts a loop over the warp's lanes
-// around every instruction that takes its operands from uniform registers, as the copy engine's do.
+// Whether this is the one lane that acts for a full warp; always the same one. Unlike with `lane == 0` the compiler
+// knows that a single thread runs, and puts no loop over lanes around instructions with uniform registers, such as the
+// copy engine's.
 JETRL_DEVICE bool elect_one() {
   uint32_t elected;
   asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(elected));
@@ -74,16 +74,16 @@ JETRL_DEVICE bool elect_one() {
 JETRL_DEVICE void sync_warp() { __syncwarp(); }
 JETRL_DEVICE void sync_block() { __syncthreads(); }
 
-// Relaxed: it publishes no data, and a release would wait for every store in flight. Initialised barriers are published
-// by fence_barrier_init.
+// Relaxed: it publishes no data, and a release would wait for every store in flight. fence_barrier_init publishes
+// initialized barriers.
 JETRL_DEVICE void sync_cluster() {
   asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 
 // ---- the previous kernel -------------------------------------------------------------------------------------------
 
-// Returns when the previous kernel in the stream has ended and all it wrote can be read by this thread, whatever brings
-// it. A launch that does not overlap with that kernel (gemm.h, Grid) has waited already: it returns at once.
+// Waits until the previous kernel in the stream has ended and this thread, by any kind of load, can read all it wrote.
+// Returns at once in a launch that does not overlap with that kernel (gemm.h, Grid).
 JETRL_DEVICE void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // ---- mbarriers -----------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ JETRL_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine and, with a following cluster barrier, to other blocks.
+// Makes initialized barriers visible to the copy engine and, with a following cluster barrier, to other blocks.
 JETRL_DEVICE void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 JETRL_DEVICE void barrier_arrive(uint32_t barrier) {
@@ -100,8 +100,8 @@ JETRL_DEVICE void barrier_arrive(uint32_t barrier) {
 }
 
 // One arrival on the barrier at the same place in block `rank` of the cluster (which may be this one). It orders this
-// block's accesses only: what the other block may do next is overwrite tiles that wgmma here has finished reading,
-// which wgmma_wait has seen to. (With .release.cluster the compiler puts a device-wide fence into the main loop.)
+// block's accesses only, which suffices: the other block may then overwrite tiles that wgmma here has finished reading
+// (wgmma_wait). With .release.cluster the compiler would put a device-wide fence into the main loop.
 JETRL_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
@@ -110,15 +110,14 @@ JETRL_DEVICE void barrier_arrive_at(uint32_t barrier, int rank) {
       : "memory");
 }
 
-// The address by which the whole cluster knows the place at `address` in block `rank` (which may be this one); what
-// lies n bytes after it there lies n bytes after the result.
+// The cluster-wide address of `address` in block `rank` (which may be this one); offsets in bytes stay the same.
 JETRL_DEVICE uint32_t address_in_cluster(uint32_t address, int rank) {
   uint32_t mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// The same, at an address of address_in_cluster.
+// barrier_arrive_at with an address of address_in_cluster.
 JETRL_DEVICE void barrier_arrive_in_cluster(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -138,7 +137,7 @@ JETRL_DEVICE bool barrier_try_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// Waits until the phase of `parity` is over. A fresh barrier counts the phase before its first (parity 1) as over.
+// Waits until the phase of `parity` is over. On a new barrier the phase before the first (parity 1) counts as over.
 JETRL_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity, [[maybe_unused]] const char* name,
                                [[maybe_unused]] int stage) {
 #ifdef JETRL_DEBUG
@@ -186,8 +185,8 @@ JETRL_DEVICE void tma_load_multicast(uint32_t to, const TensorMap* map, int colu
       : "memory");
 }
 
-// From shared memory, swizzled like an operand tile, to the box whose first element is (column, row); what lies outside
-// the matrix is not written. In a group of this thread's, which tma_store_commit closes.
+// From shared memory, swizzled like an operand tile, to the box whose first element is (column, row); nothing is
+// written outside the matrix. Joins this thread's open group, which tma_store_commit closes.
 JETRL_DEVICE void tma_store(const TensorMap* map, uint32_t from, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(row)
@@ -195,10 +194,10 @@ JETRL_DEVICE void tma_store(const TensorMap* map, uint32_t from, int column, int
 }
 JETRL_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the copy engine has read what this thread's stores copy from shared memory; also before the thread ends.
+// Waits until the copy engine has read the sources of this thread's stores; also needed before the thread ends.
 JETRL_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Orders this thread's writes to shared memory before what the copy engine reads there for a thread that it then meets.
+// Orders this thread's writes to shared memory before reads of the copy engine, for a thread that it then syncs with.
 JETRL_DEVICE void fence_for_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // One FP32 value, or zero where `valid` is false (`from` is not read then). Completes with cp_async_arrive.
@@ -212,7 +211,7 @@ JETRL_DEVICE void cp_async_16(uint32_t to, const void* from, bool valid) {
                : "memory");
 }
 
-// `bytes` next to each other, a multiple of 16, as both addresses are; they count on the barrier.
+// `bytes` contiguous bytes, a multiple of 16 like both addresses; they count on the barrier.
 JETRL_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
@@ -220,8 +219,8 @@ JETRL_DEVICE void bulk_load(uint32_t to, const void* from, int bytes, uint32_t b
       : "memory");
 }
 
-// From this block's shared memory to the place that the cluster knows as `to` (address_in_cluster), `bytes` as above;
-// they count on the barrier of that block that the cluster knows as `barrier`. `from` is read until they have.
+// From this block's shared memory to `to`, `bytes` as above; they count on `barrier` of the same block (both
+// address_in_cluster). `from` is read until they have arrived.
 JETRL_DEVICE void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "r"(from), "r"(bytes), "r"(barrier)
@@ -242,7 +241,7 @@ JETRL_DEVICE void cp_async_arrive(uint32_t barrier) {
 JETRL_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 JETRL_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending committed groups run; `d` is what the finished ones wrote, and no use of it may move up.
+// Waits until at most kPending committed groups run; uses of `d`, which the finished ones wrote, may not move up.
 template <int kPending, int kRegisters>
 JETRL_DEVICE void wgmma_wait(float (&d)[kRegisters]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -314,9 +313,9 @@ JETRL_DEVICE void wgmma(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
 #undef D8
 #undef D4
 
-// D[16 x 8] += A[16 x 16] B[8 x 16]^T of a warp, BF16 from registers. Lane l holds rows l / 4 and 8 more of A and D,
-// row l / 4 of B; of 16 places along K, 2 (l % 4) and the next in the first half of its registers, 8 more in the
-// second. On Hopper all 16 products and D are one sum, as in wgmma: their order along K is free.
+// D[16 x 8] += A[16 x 16] B[8 x 16]^T of a warp, BF16 from registers. Lane l holds rows l / 4 and l / 4 + 8 of A and D,
+// row l / 4 of B; along K places 2 (l % 4) and the next in the first half of its registers, 8 more in the second. On
+// Hopper all 16 products and D are one sum, as in wgmma: their order along K is free.
 JETRL_DEVICE void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -348,7 +347,7 @@ JETRL_DEVICE float multiply(float a, float b) { return __fmul_rn(a, b); }
 JETRL_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 JETRL_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 
-// With subnormal operands and results as zeros, which is how code built with --use_fast_math computes.
+// Subnormal operands and results are zeros, as in code built with --use_fast_math.
 JETRL_DEVICE float multiply_ftz(float a, float b) {
   float r;
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
@@ -370,7 +369,7 @@ JETRL_DEVICE float larger_ftz(float a, float b) {  // the other one where one is
   return r;
 }
 
-// Products of two pairs of BF16 numbers, rounded to BF16; subnormal numbers are numbers.
+// Products of two pairs of BF16 numbers, rounded to BF16, subnormal numbers included.
 JETRL_DEVICE uint32_t multiply_pair(uint32_t a, uint32_t b) {
   uint32_t r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
@@ -396,10 +395,10 @@ JETRL_DEVICE uint32_t encode_four(float a, float b, float c, float d) {
   return word;
 }
 
-// Byte i of the result is the byte of b:a (a the lower four) that nibble i of the selector names.
+// Byte i of the result is byte (nibble i of the selector) of b:a, a the lower four.
 JETRL_DEVICE uint32_t permute_bytes(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 
-// The same; where a nibble is 8 more, all bits of its byte are the sign of the one that it names.
+// The same; a nibble plus 8 gives the sign of its byte in all bits.
 JETRL_DEVICE uint32_t permute_bytes_and_signs(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
@@ -427,7 +426,7 @@ JETRL_DEVICE float exp2_about(float x) {
   return power;
 }
 
-// Of two BF16 numbers in a word each, the one of larger magnitude, NaN where one is; with an arbitrary sign.
+// Per half of two words, the BF16 number of larger magnitude, NaN where one is; with an arbitrary sign.
 JETRL_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
   uint32_t larger;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
@@ -439,17 +438,17 @@ JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
 JETRL_DEVICE int own_lane() { return threadIdx.x % 32; }
 
-// What the lane whose number differs in the bits of `mask` brings.
+// The value of the lane whose number differs in the bits of `mask`.
 JETRL_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// By a whole warp: what lane `lane` brings, what the lane `step` before brings (its own value where there is none),
-// how many lanes bring true.
+// By a whole warp: the value of lane `lane`, of the lane `step` before (its own value where there is none), the number
+// of lanes with true.
 JETRL_DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 JETRL_DEVICE int shuffle_up(int value, int step) { return __shfl_up_sync(0xffffffffu, value, step); }
 JETRL_DEVICE int count_true(bool value) { return __popc(__ballot_sync(0xffffffffu, value)); }
 
-// 16 bytes that no one writes while the kernel runs.
+// 16 bytes that nothing writes while the kernel runs.
 JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }
 
 // Four 8x8 matrices of 16-bit values: r[i] is matrix i's fragment; lanes 8i..8i+7 give the addresses of its rows. Lane

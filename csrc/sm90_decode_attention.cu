@@ -2,13 +2,13 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // Attention of one new token of each request over an FP8 KV cache (reference/kv_cache.py), with the bits of
-// FlashAttention 3 (num_splits=1) over the dequantized keys and values. A block is a request and a KV head; its queries
-// are the 8 columns of mma.m16n8k16, so keys and features are rows and FP8 data become operands in registers:
-//   S^T = K Q^T      16 keys a tile, features in groups of 16 ascending; then times the key's scale, which commutes
+// FlashAttention 3 (num_splits=1) over the dequantized keys and values. A block has a request and a KV head; its
+// queries are the 8 columns of mma.m16n8k16, so keys and features are rows and FP8 data become operands in registers:
+//   S^T = K Q^T      16 keys a tile, features in groups of 16 ascending; then times the key's power-of-two scale
 //   O^T = V^T P^T    16 features a tile, keys in groups of 16 ascending; V is dequantized to BF16, which is exact
 // Keys go in blocks of 128 from the last to the first. Per block: maximum, P = 2^(S c - max c) by one fused operation,
-// four partial sums a query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to
-// BF16, O rescaled, then O += P V. docs/log.md says what of this decides bits, and how it was read off.
+// four partial sums per query (columns 2t, 2t+1 modulo 8), the first addition fused with the rescaling, P rounded to
+// BF16, O rescaled, then O += P V. docs/log.md says which of these steps decide bits.
 //
 // Warps 0..3: scores of two units of 16 keys each. 4..7: 32 features of O each. 8: softmax, lane 4q + t of query q.
 // 9: copies, a unit of 4,128 bytes a lane. Between them: a ring of key blocks, two of scores, two of P.
@@ -124,8 +124,8 @@ JETRL_DEVICE void compute_softmax(const DecodeAttentionParams& p, uint8_t* memor
 
 // ---- output --------------------------------------------------------------------------------------------------------
 
-// D += V^T P^T of a block of keys. Of the first block only `left` keys exist; P is 0 for the others, whose bytes may be
-// anything: as data each is a finite number, as a scale it is replaced.
+// D += V^T P^T of a block of keys. In the first block only `left` keys exist; P is 0 for the others, whose bytes are
+// arbitrary: as data they are finite numbers, as scales they are replaced.
 template <bool kFirst>
 JETRL_DEVICE void add_block(float (&d)[2][4], const uint8_t* block, const uint4 (&p)[4], int left, int warp) {
   const int lane = sm90::own_lane(), g = lane / 4, t = lane % 4;
@@ -162,7 +162,7 @@ JETRL_DEVICE void add_block(float (&d)[2][4], const uint8_t* block, const uint4 
 #pragma unroll
       for (int j = 0; j < 8; ++j) a[j / 4][j % 4] = sm90::multiply_pair(a[j / 4][j % 4], second[j % 4 / 2]);
     }
-    sm90::sync_warp();  // the tensor cores want the warp together again
+    sm90::sync_warp();  // mma needs a converged warp
     const uint4 four = p[unit / 2];
     const uint32_t b[2] = {unit % 2 == 0 ? four.x : four.z, unit % 2 == 0 ? four.y : four.w};
     sm90::mma_bf16(d[0], a[0], b);
@@ -201,7 +201,7 @@ JETRL_DEVICE void compute_output(const DecodeAttentionParams& p, uint8_t* memory
     } else {
       add_block<false>(d, block, words, Shape::kKeys, warp);
     }
-    // Every lane has read all of it: the last unit's sync came after its reads.
+    // Every lane has read the block: the last unit's sync came after its reads.
     if (arrives()) {
       sm90::barrier_arrive(barriers.p_empty(ring));
       sm90::barrier_arrive(barriers.empty(stage));

@@ -4,11 +4,10 @@
 // Decode attention over vLLM's BF16 pages, with the bits of FlashAttention 3 (num_splits=1), by clusters of 1, 2, 4 or
 // 8 blocks (decode_attention_cluster.cuh).
 //
-// Keys and values are operands as they lie: no arithmetic stands between shared memory and the tensor cores. A stage
-// has 64 keys, and there are as many as half of a multiprocessor's memory holds, or all of it for one block. A row of
-// a token and head, 256 bytes or a block's part of it, is copied 16 bytes a lane, whatever the strides of the pages
-// are; rows after the last token become zeros and are not read, so what lies there is never a number. Rows of eight
-// keys lie in different banks (place_of), for ldmatrix.
+// Keys and values are operands without conversion. A stage has 64 keys; the stages fill half of a multiprocessor's
+// shared memory, or all of it where a block has it alone. A row of a token and head, 256 bytes or a block's part of it,
+// is copied 16 bytes a lane, with any strides of pages; rows after the last token are not read and become zeros. Rows
+// of eight keys lie in different banks (place_of), for ldmatrix.
 
 #include "decode_attention_cluster.cuh"
 
@@ -56,7 +55,7 @@ struct Bf16Cache {
   static constexpr int kValueStage = kRows * kValueSixteens * 16;
   static constexpr int kPlaces = kBlocks == 1 ? 2 : kBlocks < 4 ? 4 : kBlocks;
 
-  // Where 16 bytes of a row lie in a stage: of eight rows each in banks of its own.
+  // Where 16 bytes of a row lie in a stage: eight rows lie in different banks.
   template <int kSixteens>
   JETRL_DEVICE static uint32_t place_of(int row, int sixteen) {
     constexpr int kRowsOfALine = kSixteens < 8 ? 8 / kSixteens : 1, kMask = (kSixteens < 8 ? kSixteens : 8) - 1;
@@ -151,13 +150,13 @@ struct Bf16Cache {
     chunk[g] = uint16_t(two), chunk[g + 8] = uint16_t(two >> 16);
   }
 
-  // Of the i-th block: after the first page, in steps of 16 bytes.
+  // Of the i-th block: offset from the first page in steps of 16 bytes.
   JETRL_DEVICE static int place_of_unit(const Params& p, const Units& units, int page, int i, int unit) {
     return page * p.pages.stride_page + units.on_page(i, unit) * CacheUnit::kKeys * p.pages.stride_token;
   }
 
-  // Some of the four units of a piece to a stage at `to`: `head` is the head's part on the first page, `of_units` are
-  // the places of the block's units, from lane `known` on; `left` keys of the block exist.
+  // Copies units of a piece to the stage at `to`: `head` is the head's part on the first page, `of_units` are the
+  // places of the block's units, from lane `known` on; `left` keys of the block exist.
   template <int kSixteens, int kCount>
   JETRL_DEVICE static void copy_units(uint32_t to, const uint8_t* head, int64_t row_bytes, int of_units, int known,
                                       int left, int piece, int first) {

@@ -1,9 +1,9 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Decode attention over an FP8 KV cache by clusters of 2, 4 or 8 blocks (decode_attention_cluster.cuh); one block's
-// kernel is sm90_decode_attention.cu. Of keys a unit of 16 tokens is one bulk copy, with all scales; of values, whose
-// parts are smaller and as many in every block, lanes copy 16 bytes each.
+// Decode attention over an FP8 KV cache by clusters of 2, 4 or 8 blocks (decode_attention_cluster.cuh); the kernel of a
+// single block is sm90_decode_attention.cu. A unit of 16 keys is one bulk copy, with all scales; values, smaller parts
+// in every block, are copied 16 bytes a lane.
 
 #include "decode_attention_cluster.cuh"
 
@@ -22,7 +22,7 @@ struct Fp8Cache {
   static constexpr bool kHasScales = true;
   static constexpr int kOutputWarps = 8 / kBlocks, kChunks = 1;
   static constexpr int kSoftmaxWarps = 4, kKeyWarps = 1, kKeyArrivals = 1;
-  // Of a unit: what comes with its keys, and a block's values.
+  // Bytes of a unit: keys with all scales, and a block's values.
   static constexpr int kKeyUnit = CacheUnit::kValues, kValueUnit = CacheUnit::kMatrix / kBlocks;
   static constexpr int kKeyStages = (kBlocks < 8 ? 3 : 2) + (kTurns > 1), kKeyStage = kUnitsOfABlock * kKeyUnit;
   static constexpr int kValueStages = (kBlocks < 4 ? 4 : 8) * kTurns, kValueStage = kUnitsOfABlock * kValueUnit;
@@ -35,21 +35,20 @@ struct Fp8Cache {
     compute_two_units<kKeyUnit>(d, keys[0] + 2 * warp * kKeyUnit, q);
   }
 
-  // Of values, of keys 4 four .. of a unit.
+  // Scales of values for keys 4 four .. of a unit.
   JETRL_DEVICE static uint32_t four_scales(const uint8_t* keys, int unit, int four) {
     return word_at(keys + unit * kKeyUnit + CacheUnit::kValueScales + 4 * four);
   }
 
-  // A warp's place among a block of keys' values, of a chunk of 16 features: the row of 16 bytes, of 32 keys, that a
-  // lane gives to ldmatrix.
+  // The address that a lane gives to ldmatrix: a row of 16 bytes, of 32 keys, in a chunk of 16 features.
   JETRL_DEVICE static uint32_t place_of_lane(const uint8_t* memory, int warp, int chunk) {
     const int lane = sm90::own_lane(), row = lane % CacheUnit::kKeys ^ chunk % 2;
     const uint32_t values = sm90::shared_address(memory + Shape::kValuesAt) + warp * CacheUnit::kChunk;
     return values + lane / CacheUnit::kKeys * kValueUnit + row * 16;
   }
 
-  // Two words of ldmatrix, transposed, as an operand V^T of 16 keys: word k has of keys 8k + 2t and 8k + 2t + 1, in its
-  // halves, the features 2g and 2g + 1. These are rows g and g + 8.
+  // Two words of ldmatrix, transposed, as an operand V^T of 16 keys: the halves of word k have keys 8k + 2t and
+  // 8k + 2t + 1, features 2g and 2g + 1, which are rows g and g + 8.
   JETRL_DEVICE static void dequantize_unit(uint32_t (&a)[4], uint32_t w0, uint32_t w1, uint32_t f0, uint32_t f1) {
 #pragma unroll
     for (int b = 0; b < 2; ++b) {
@@ -58,7 +57,7 @@ struct Fp8Cache {
     }
   }
 
-  // The same of half of two units, by their factors or, where one of the block's scales is large, by its scales.
+  // The same for half of two units, times their factors or, where a scale of the block is large, its scales.
   template <bool kLarge>
   JETRL_DEVICE static void dequantize(uint32_t (&a)[4], const uint32_t (&words)[4], const uint4& f,
                                       const uint8_t* scales_of_keys, int two, int half) {
@@ -81,8 +80,7 @@ struct Fp8Cache {
     }
   }
 
-  // D += V^T P^T of a block of keys. Eight products are a chain; a warp dequantizes the values of the next one beside
-  // it.
+  // D += V^T P^T of a block of keys. Eight products are a chain; meanwhile a warp dequantizes the next values.
   template <bool kLarge>
   JETRL_DEVICE static void add(float (&d)[4], const uint32_t (&words)[4][4], const uint4 (&p)[4],
                                const uint4 (&factors)[4], const uint8_t* scales_of_keys) {
@@ -98,7 +96,7 @@ struct Fp8Cache {
     }
   }
 
-  // The factors of the i-th block, once they and the values are there.
+  // Waits for the factors and values of the i-th block; returns the factors.
   JETRL_DEVICE static const uint8_t* wait_for_values(const uint8_t* memory, const Barriers& barriers,
                                                      const Place<kValueStages>& values, int i) {
     const int place = i % Shape::kFactorPlaces;
@@ -107,7 +105,7 @@ struct Fp8Cache {
     return memory + Shape::kFactorsAt + place * Shape::kFactors;
   }
 
-  // Values of two units a time and factors of a block of keys, once they are there.
+  // Values of two units at a time and factors of a block of keys, after a wait for them.
   JETRL_DEVICE static const uint8_t* load_bytes(uint32_t (&words)[4][4], uint4 (&factors)[4], const uint8_t* memory,
                                                 const Barriers& barriers, const Place<kValueStages>& values, int i,
                                                 uint32_t of_lane) {
@@ -177,7 +175,7 @@ struct Fp8Cache {
     *reinterpret_cast<uint32_t*>(chunk + 2 * (sm90::own_lane() / 4)) = two;
   }
 
-  // Of the i-th block: its number among all units of the cache.
+  // In the i-th block: the unit's number among all units of the cache.
   JETRL_DEVICE static int place_of_unit(const Params& p, const Units& units, int page, int i, int unit) {
     return (page * p.kv_heads + units.head) * units.of_a_page + units.on_page(i, unit);
   }
@@ -207,8 +205,8 @@ struct Fp8Cache {
     }
   }
 
-  // A unit's part lies in one piece, here and there. Units after the last are not read and become zeros: which page
-  // they would be on is not defined.
+  // A unit's part is contiguous in both memories. Units after the last, whose page is not defined, are not read and
+  // become zeros.
   JETRL_DEVICE static void copy_values(const Params& p, uint32_t to, const Units&, int of_units, int known, int left,
                                        int, int rank) {
     constexpr int kSixteens = kValueUnit / 16, kUnitsAtOnce = kSixteens < 32 ? 32 / kSixteens : 1;

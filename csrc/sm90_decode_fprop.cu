@@ -1,15 +1,15 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Decoding on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias) for few rows of X, with the bits of the big kernel
-// (sm90_fprop_1x128_128x128.cu). The weights are read once from device memory and are what limits it.
+// Decode GEMM on Hopper: Y[M,N] = X[M,K] W[N,K]^T (+ bias) for few rows of X, with the bits of
+// sm90_fprop_1x128_128x128.cu. Reading the weights, once, from device memory is the limit.
 //
-// Tokens are wgmma's M and kColumns rows of W its N (decode.cuh); kColumns is chosen so that one round of blocks, or a
-// whole number of rounds, covers N (plan_cost).
+// Tokens are wgmma's M and kColumns rows of W its N (decode.cuh); kColumns is chosen so that whole rounds of blocks
+// cover N (plan_cost).
 //
 // Roles: one consumer warpgroup, two with 128 tokens; a warp that copies qdata by TMA; a warp that copies scales by
-// cp.async. Everything that reads X waits for the previous kernel, which makes X; copies of W may start before
-// (`static_weight`). The next kernel cannot start early: each block holds a multiprocessor's shared memory to its end.
+// cp.async. Reads of X wait for the previous kernel, which makes X; copies of W may start before (`static_weight`). The
+// next kernel cannot start early: each block keeps a multiprocessor's shared memory to its end.
 
 #include <algorithm>
 
@@ -36,7 +36,7 @@ template <class Shape>
 JETRL_DEVICE void locate(const DecodeParams& p, int tile, int& token, int& column) {
   int tile_n = tile;
   token = 0;
-  if (Shape::kTokens == kMostTokens && p.tiles_m != 1) {  // the only variant that gets more rows than it has tokens
+  if (Shape::kTokens == kMostTokens && p.tiles_m != 1) {  // only this variant gets more rows than it has tokens
     tile_n = tile / p.tiles_m;
     token = (tile - tile_n * p.tiles_m) * Shape::kTokens;
   }
@@ -50,7 +50,7 @@ struct DecodeCopies {
   uint32_t base;
   StageRing ring;
 
-  // Of a stage: announces all its bytes and asks for those of W. X must follow.
+  // Announces all bytes of a stage and copies W. X must follow.
   JETRL_DEVICE void load_w(int stage, int k, int column) const {
     const uint32_t full = ring.full + 8 * stage;
     sm90::barrier_arrive_expect(full, Shape::kStageX + Shape::kStageW);
@@ -69,8 +69,8 @@ struct DecodeCopies {
     }
   }
 
-  // The first stages, which need no wait for another thread of this block: W at once, X when the previous kernel, which
-  // may write it, has ended.
+  // The first stages, which wait for no thread of this block: W at once, X after the previous kernel, which may write
+  // it.
   JETRL_DEVICE void start(const DecodeParams& p) const {
     int token, column;
     locate<Shape>(p, first_tile<1>(), token, column);
@@ -84,7 +84,7 @@ struct DecodeCopies {
   }
 
   JETRL_DEVICE void run(const DecodeParams& p) {
-    int early = Shape::kEarly;  // stages that `start` began, if the first tile has so many
+    int early = Shape::kEarly;  // stages that `start` began, if the first tile has as many
     for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
       int token, column;
       locate<Shape>(p, tile, token, column);
@@ -101,14 +101,14 @@ struct DecodeCopies {
   }
 };
 
-// By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes those of W, too. It
-// meets the block when its first copies, which need no barrier yet, are on their way.
+// By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes also those of W. It
+// syncs with the block after its first copies, which need no barrier.
 template <class Shape>
 JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing ring, int lane) {
   constexpr int kBlocks = Shape::kBlocks, kEach = Shape::kTokens * kBlocks / 32, kTokensEach = 32 / kBlocks;
   const int half = lane % kBlocks, left = p.k_blocks - half;  // K blocks there are for this lane
   bool met = false;
-  sm90::wait_for_previous_kernel();  // with X's scales W's wait as well, a few bytes of each stage
+  sm90::wait_for_previous_kernel();  // W's scales wait with those of X: a few bytes per stage
   for (int tile = first_tile<1>(); tile < p.tiles; tile += tile_step<1>()) {
     int token, column;
     locate<Shape>(p, tile, token, column);
@@ -135,7 +135,7 @@ JETRL_DEVICE void decode_scales(const DecodeParams& p, uint32_t base, StageRing 
   }
 }
 
-// All values are loaded before the first is used; columns past the last read the last two's and are not stored.
+// All values are loaded before the first is used; columns past the last read the last two and are not stored.
 template <int kSums>
 JETRL_DEVICE void add_bias(float (&acc)[kSums], const Bias& bias, int column, int columns) {
   float values[kSums / 4][2];
@@ -206,14 +206,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
 constexpr int kColumnChoices[] = {16, 32, 48, 64};
 
-// The time of a tile's K block is what it reads from the L2: W's rows and the tokens that exist; a round has a
-// beginning and an end worth a few more.
+// The time of a tile's K block is its reads from L2, in rows of W and tokens; the start and end of a round add a few.
 constexpr int plan_cost(int tokens, int columns, int blocks, int m, int n) {
   const int tiles = ceil_div(m, tokens) * ceil_div(n, columns);
   return ceil_div(tiles, blocks) * (columns + (m < tokens ? m : tokens) + 4);
 }
 
-// What a call is: X, W and so on.
+// The arguments of a call.
 struct DecodeCall {
   const Operand &x, &w;
   int k;

@@ -1,19 +1,19 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// FProp of a mixture's experts on Hopper for few rows an expert, with the bits of sm90_grouped_fprop.cu. The weights of
-// the experts that have rows are read once from device memory and are what limits it; the others cost nothing.
+// FProp of a mixture's experts on Hopper for few rows per expert, with the bits of sm90_grouped_fprop.cu. Reading the
+// weights of the experts that have rows, once, from device memory is the limit.
 //
-// A tile is up to 64 rows of one expert and kColumns rows of its W (decode.cuh, segments.cuh). Of X a stage gets as
-// many boxes of eight rows as the expert has: what follows in shared memory is left as it was, and wgmma's rows there
-// are not stored. The ring goes on from tile to tile, so W streams without a gap.
+// A tile is up to 64 rows of one expert and kColumns rows of its W (decode.cuh, segments.cuh). A stage gets as many
+// boxes of eight rows of X as the expert has; the rest of its rows keep old bytes, and their products are not stored.
+// The ring continues from tile to tile, so W streams without a gap.
 //
-// Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and tells the consumers a tile's place with
-// its first stage; a warp that finds tiles and copies scales by cp.async. Where each slice of K has a product of its
-// own, a tile is of one slice, k_blocks long, of which the consumers do not know.
+// Roles: a consumer warpgroup; a warp that finds tiles, copies qdata by TMA and passes a tile's place to the consumers
+// with its first stage; a warp that finds tiles and copies scales by cp.async. With several slices of K, each a
+// product, a tile is of one slice, k_blocks long.
 //
-// The previous kernel makes X. With `static_weight` alone it makes the segments, too, and all wait for it. With
-// `static_segments` those who read X do, after copies of the first tile's W; consumers store when they have seen X.
+// The previous kernel makes X. With `static_weight` alone it also makes the segments, and all warps wait for it. With
+// `static_segments` the warps that read X wait, after copies of the first tile's W; consumers store once X has arrived.
 
 #include <algorithm>
 #include <cmath>
@@ -69,7 +69,7 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
     const int rows = at.end - at.row, column = at.tile_n * Shape::kColumns;
     const int boxes = rows > kFewRows ? 0 : ceil_div(rows, kBoxRows);
     const int bytes_x = boxes == 0 ? Shape::kTileX : boxes * kBoxRows * kGroup;
-    // Of a stage that is free, by one thread: announces all its bytes and asks for those of W. X must follow.
+    // By one thread, for a free stage: announces all its bytes and copies W. X must follow.
     const auto load_w = [&](const StageRing& to, int block) {
       const uint32_t full = to.full_barrier();
       if (block == 0) {
@@ -79,14 +79,14 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
       sm90::barrier_arrive_expect(full, Shape::kStageW + Shape::kBlocks * bytes_x);
 #pragma unroll
       for (int b = 0; b < Shape::kBlocks; ++b) {
-        // The half of a stage past K is zero; after an expert's K there may be another's, or another slice.
+        // The half of a stage past K must be zero, though another expert's or slice's K may follow in memory.
         const bool exists = block + b < p.k_blocks;
         sm90::tma_load(base + Shape::kAtW + to.stage * Shape::kStageW + b * Shape::kTileW, w_map,
                        exists ? at.expert * p.w_column_step + (first_block + block + b) * kGroup : p.w_columns,
                        at.expert * p.w_row_step + column, full);
       }
     };
-    int early = 0;  // K blocks of W that are on their way
+    int early = 0;  // K blocks of W whose copies have started
     if (!waited) {
       StageRing to = ring;
       for (; early < p.k_blocks && early < Shape::kStages * Shape::kBlocks; early += Shape::kBlocks) {
@@ -121,7 +121,7 @@ JETRL_DEVICE void grouped_decode_copy(const sm90::TensorMap* x_map, const sm90::
   if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block
 }
 
-// By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes those of W, too.
+// By a warp: lane l copies scales l, l + 32, ... of the tokens of every stage; the first lanes also those of W.
 template <class Shape>
 JETRL_DEVICE void grouped_decode_scales(const GroupedDecodeParams& p, uint32_t base, StageRing ring, int lane) {
   constexpr int kBlocks = Shape::kBlocks, kEach = Shape::kTokens * kBlocks / 32, kTokensEach = 32 / kBlocks;
@@ -130,7 +130,7 @@ JETRL_DEVICE void grouped_decode_scales(const GroupedDecodeParams& p, uint32_t b
   SegmentTile at;
   bool waited = !p.early;
   for (int tile = first_tile<1>(); tiles.locate(tile, lane, at); tile += tile_step<1>()) {
-    if (!waited) sm90::wait_for_previous_kernel();  // with X's scales W's wait as well, a few bytes of each stage
+    if (!waited) sm90::wait_for_previous_kernel();  // W's scales wait with those of X: a few bytes per stage
     waited = true;
     const int first_block = take_slice(p, at) * p.k_blocks + half;
     const int row = at.row + lane / kBlocks, w_row = at.tile_n * Shape::kColumns / kGroup;
@@ -218,12 +218,12 @@ void run_grouped_decode(const Operand& x, const ExpertOperand& w, const Segments
 
 constexpr int kColumnChoices[] = {128, 64, 32};
 
-// What a tile's beginning and its end are worth, in rows of W: at one token 96 tiles of 128 rows take less than 384 of
-// 32, which are fewer rows a multiprocessor.
+// The time of a tile's start and end in rows of W: at one token 96 tiles of 128 rows take less time than 384 of 32,
+// though these are fewer rows per multiprocessor.
 constexpr int kEnds = 12;
 
-// The time of a tile's K block is what it reads from the L2: W's rows and boxes of X. Experts that rows choose at
-// random: all but (1 - 1 / experts)^rows of them are hit.
+// The time of a tile's K block is its reads from L2: rows of W and boxes of X. Rows choose experts at random, so
+// 1 - (1 - 1 / experts)^rows of the experts have rows.
 int plan_cost(int columns, int rows, int experts, int n) {
   const int hit = std::ceil(experts * (1 - std::pow(1 - 1.0 / experts, rows)));
   const int tiles = hit * ceil_div(n, columns);

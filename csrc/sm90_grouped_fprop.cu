@@ -2,10 +2,10 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // FProp and DGrad of a mixture's experts on Hopper for many rows: the kernel of fprop.cuh, each tile with its expert's
-// W. For few rows an expert there is sm90_grouped_decode.cu.
+// W. For few rows per expert see sm90_grouped_decode.cu.
 //
-// The grid is what the worst case keeps busy; a block that finds no tile ends. An expert's tiles are neighbours in
-// time, those of all slices of K too, so its rows and its W, a few MB, are read once from device memory.
+// The grid fits the worst case; a block that finds no tile ends. An expert's tiles, of all slices of K, run at about
+// the same time, so its rows and its W, a few MB, are read once from device memory.
 
 #include <algorithm>
 
@@ -41,7 +41,7 @@ void grouped_fprop(const Operand& x, const ExpertOperand& w, const Segments& seg
                    Config config, Stream stream) {
   if (!has_slices(w.k, slices)) refuse("grouped_fprop: a slice of K must be a multiple of 128; use fewer slices");
   const int block = config.block ? config.block : w.n > kGroup ? 256 : 128;
-  // A pair of columns' tiles must not leave one of its blocks without columns.
+  // No block of a pair may be left without columns.
   const int cluster = config.cluster ? config.cluster : ceil_div(w.n, block) % 2 == 0 ? 2 : 1;
   switch (block * 10 + cluster) {
     case 1281: return run_grouped<128, 1>(x, w, segments, slices, y, stream);

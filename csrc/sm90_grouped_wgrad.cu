@@ -1,16 +1,15 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// WGrad of a mixture's experts on Hopper: dW[e] = dY^T X over the tokens of expert e, BF16; the arithmetic and the
-// roles of sm90_wgrad_1x128_1x128.cu, whose tiles these are. An expert's tokens are a few groups of 128, so tiles are
-// short:
+// WGrad of a mixture's experts on Hopper: dW[e] = dY^T X over the tokens of expert e, BF16; arithmetic, roles and tiles
+// of sm90_wgrad_1x128_1x128.cu. An expert's tokens are a few groups of 128, so tiles are short:
 //
-//   - No thread waits where they end. Sums stay in registers until the next tile's first group, where each chunk of 64
-//     rows is stored under that group's chain for it.
-//   - Tiles go by experts, the longest first, in rounds of all clusters; every second round goes the other way. So
-//     clusters differ by less than the longest tile, whatever the routing, and those in flight are of an expert or two:
-//     their operands are read once from device memory. Each block sorts the experts itself.
-//   - The tiles of experts without tokens, the last ones, are zeros, which a block writes before it begins.
+//   - No thread waits at the end of a tile. Sums stay in registers until the next tile's first group, where each chunk
+//     of 64 rows is stored while that group's chain for it runs.
+//   - Tiles go by experts, the longest first, in rounds of all clusters; every second round is reversed. So clusters
+//     differ by less than the longest tile, whatever the routing, and tiles in flight are of one or two experts, whose
+//     operands are read once from device memory. Each block sorts the experts itself.
+//   - Tiles of experts without tokens, the last ones, are zeros, which a block writes first.
 
 #include <algorithm>
 
@@ -29,7 +28,7 @@ struct GroupedWgradParams {
   int tiles_m, tiles_each;  // of an expert: kBlockM rows x kCluster * 128 columns each, down the rows first
 };
 
-// An expert's number, its first group of 128 tokens, how many it has; in the order that they are computed in.
+// An expert's number, its first group of 128 tokens, its number of groups; in the order of computation.
 struct alignas(16) Turn {
   int expert, first, groups, unused;
 };
@@ -45,7 +44,7 @@ struct GroupedWgradShape : WgradShape<kBlockM, kCluster, false> {
   static_assert(kBytes <= kSharedMemory, "the order of the experts does not fit into shared memory");
 };
 
-// A tile's first element in dw, the row after its expert's last, and twice its groups of tokens, plus one of a block's
+// A tile's first element in dw, the row after its expert's last, and twice its groups of tokens, plus one in a block's
 // last tile.
 struct alignas(16) Place {
   int row, column, end, groups;
@@ -72,7 +71,7 @@ JETRL_DEVICE void sort_experts(const Segments& segments, uint8_t* memory, int th
   sm90::sync_block();
 }
 
-// How many experts have tokens, by a whole warp; in the sorted order they come first.
+// By a whole warp: the number of experts with tokens, which come first in the sorted order.
 JETRL_DEVICE int experts_with_tokens(const Segments& segments, int lane) {
   int count = 0;
   for (int e = lane; e < round_up(segments.experts, 32); e += 32) {
@@ -81,7 +80,7 @@ JETRL_DEVICE int experts_with_tokens(const Segments& segments, int lane) {
   return count;
 }
 
-// Where the block's tile number `tile` among all of its cluster's is.
+// The expert of the block's tile number `tile`, and the tile's row and column.
 template <class Shape>
 JETRL_DEVICE Turn locate(const GroupedWgradParams& p, const uint8_t* memory, int tile, int rank, int& row,
                          int& column) {
@@ -91,14 +90,14 @@ JETRL_DEVICE Turn locate(const GroupedWgradParams& p, const uint8_t* memory, int
   return reinterpret_cast<const Turn*>(memory + Shape::kAtOrder)[turn];
 }
 
-// The tile of a cluster in a round of all clusters: every second one goes the other way.
+// The tile of this cluster in a round of all clusters: every second round is reversed.
 template <class Shape>
 JETRL_DEVICE int tile_of_round(int round) {
   const int clusters = tile_step<Shape::kCluster>(), cluster = first_tile<Shape::kCluster>();
   return round * clusters + (round % 2 ? clusters - 1 - cluster : cluster);
 }
 
-// How many of the first `count` tiles this cluster has.
+// The number of this cluster's tiles among the first `count`.
 template <class Shape>
 JETRL_DEVICE int rounds_of(int count) {
   const int whole = count / tile_step<Shape::kCluster>();
@@ -146,7 +145,7 @@ JETRL_DEVICE int first_row() {
   return warp / 4 * Shape::kChunks * 64 + warp % 4 * 16;
 }
 
-// A consumer warp, with the tile that it computes in its registers.
+// A consumer warp, with its tile in registers.
 template <class Shape>
 struct GroupedWgradConsumer {
   static constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
@@ -156,11 +155,11 @@ struct GroupedWgradConsumer {
   uint64_t a_descriptor, b_descriptor;
   const float *row_scales, *column_scales;
   uint8_t* memory;
-  uint32_t place_of_releases;  // zero for a lane that has none, so that no register is the lane's number
+  uint32_t place_of_releases;  // zero for a lane without one, which saves a register for the lane's number
   float partial[64];
   float acc[kChunks][64];
 
-  // Whether the tile is one of every second: in a bit of the ring's that no stage has, which spares a register.
+  // Whether the tile's number is odd, in a bit of the ring that no stage has: saves a register.
   JETRL_DEVICE void next_tile() { ring.parity ^= 1u << 31; }
   JETRL_DEVICE const Place& place() const {
     return *reinterpret_cast<const Place*>(memory + Shape::kAtTiles + 16 * (ring.parity >> 31));
@@ -182,10 +181,9 @@ struct GroupedWgradConsumer {
     }
   }
 
-  // One group of tokens, and the wait for the next, if it is not the last. A tile's first one starts its sums. Those of
-  // the tile before are still in their registers, and its place is still there, since stage 0 has not been given back:
-  // each chunk is stored under this group's chain for it, and only then are the scales of columns read, for which there
-  // are registers again.
+  // One group of tokens, and the wait for the next unless it is the last. A tile's first one starts its sums. Each
+  // chunk of the previous tile's sums, whose place is valid until stage 0 is released, is stored while this group's
+  // chain for it runs; then registers are free for the scales of columns.
   template <bool kFirst>
   JETRL_DEVICE void group(int stage, bool last) {
     const uint64_t a = a_descriptor + stage * (Shape::kTileA / 16), b = b_descriptor + stage * (Shape::kTileB / 16);
@@ -224,7 +222,7 @@ JETRL_DEVICE void store_zeros(const Output& out, int row, int column, int rows, 
   }
 }
 
-// The tiles of this block whose experts have no tokens.
+// Writes the tiles of this block whose experts have no tokens.
 template <class Shape>
 JETRL_DEVICE void write_zeros(const GroupedWgradParams& p, const uint8_t* memory, int rank, int lane) {
   const int count = p.segments.experts * p.tiles_each;
@@ -243,7 +241,7 @@ template <class Shape>
 JETRL_DEVICE void grouped_wgrad_consume(const GroupedWgradParams& p, uint8_t* memory, TileRing<Shape::kStages> ring,
                                         int consumer, int rank, int warp, int lane) {
   constexpr int kChunks = Shape::kChunks, kStages = Shape::kStages;
-  write_zeros<Shape>(p, memory, rank, lane);  // while the first copies are on their way
+  write_zeros<Shape>(p, memory, rank, lane);  // while the first copies run
   const uint32_t base = sm90::shared_address(memory);
   const float* scales = reinterpret_cast<const float*>(memory + Shape::kAtScales);
   GroupedWgradConsumer<Shape> tiles{p,
@@ -296,7 +294,7 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
     sm90::prefetch_tensor_map(&b_map);
     sm90::prefetch_tensor_map(&a_scales_map), sm90::prefetch_tensor_map(&b_scales_map);
     ring.template init<Shape::kCluster, 4 * Shape::kConsumers>(1);
-    // In front of the first tile, whose number is even: rows of a tile of which none is stored.
+    // The place before the first tile, whose number is even: no row of it is stored.
     *reinterpret_cast<Place*>(memory + Shape::kAtTiles + 16) = {0, 0, 0, 0};
   }
   sort_experts<Shape>(p.segments, memory, thread);
@@ -304,13 +302,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
   if (warpgroup == 0) {
     sm90::give_registers<24>();
-    if (warp != 0) return;  // rather than wait below for as long as the kernel runs
+    if (warp != 0) return;  // instead of waiting below until the kernel ends
     grouped_wgrad_copy<Shape>(&a_map, &b_map, &a_scales_map, &b_scales_map, p, memory, base, ring, rank, lane);
   } else {
     sm90::take_registers<240>();
     grouped_wgrad_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
   }
-  // No block leaves while another of its cluster may still arrive at its barriers.
+  // No block exits while another of its cluster may still arrive at its barriers.
   if (Shape::kCluster > 1) sm90::sync_cluster();
 }
 
@@ -330,7 +328,7 @@ void run_grouped_wgrad(const Operand& a, const Operand& b, int t, const Segments
   launch<sm90_grouped_wgrad<Shape>>(grid, a_map, b_map, a_scales_map, b_scales_map, p);
 }
 
-// Tiles of 128 rows halve the work but need more bytes a cycle, about a tenth of the speed.
+// Tiles of 128 rows halve the work but need more bytes per cycle, which costs about a tenth of the speed.
 constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 
 }  // namespace

@@ -2,17 +2,17 @@
 // SPDX-License-Identifier: Apache-2.0
 
 // FP8 -> FP8 re-layout of saved activations: 1x128 qdata [M, K] to qdata [K, M] with a scale per 128 tokens, WGrad's
-// operand. reference/quantize.py, relayout_128x1, is the contract; every byte is its.
+// operand. The contract is relayout_128x1 of reference/quantize.py.
 //
 //   x[m, k]  = qdata[m, k] * scale[m, k / 128]                      FP32, rounded once
 //   s[k, g]  = max over the 128 tokens of g of |x| / 448            fp32 rule; pow2: the power of two above
-//   out[k,m] = e4m3(x[m, k] / s[k, m / 128])                        scales and quotients are scales.cuh's
+//   out[k,m] = e4m3(x[m, k] / s[k, m / 128])                        scales and quotients as in scales.cuh
 //
-// 2.06 bytes an element: bandwidth leaves a multiprocessor some 15 issue slots for 32 elements, of which the arithmetic
-// takes 7. A block is one tile of 128 x 128 (byte_tile.cuh), which has one old scale per row and one new one per
-// column; a lane holds 16 rows of a column. Two columns of the lane's four at a time, the second pair in a second round
-// of a loop that is not unrolled: 32 numbers live at once, and four or five blocks of 256 threads share a
-// multiprocessor. Blocks follow each other down the rows, so that the lines that they write lie side by side.
+// 2.06 bytes per element: bandwidth leaves a multiprocessor some 15 issue slots for 32 elements, of which the
+// arithmetic takes 7. A block is one tile of 128 x 128 (byte_tile.cuh), with one old scale per row and one new scale
+// per column. A lane takes two of its four columns at a time, 16 rows each, in a loop that is not unrolled: 32 live
+// numbers, so four or five blocks of 256 threads share a multiprocessor. Blocks go down the rows, so that they write
+// neighboring lines.
 
 #include "byte_tile.cuh"
 #include "launch.h"

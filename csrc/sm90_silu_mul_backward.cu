@@ -1,20 +1,19 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The gradients of silu(gate) * up, rounded to BF16 and quantized for both GEMMs that read them: 1x128 groups along the
-// features for DGrad, 128 tokens for WGrad, where they lie transposed. They never reach memory in BF16. The contract,
-// and every byte, is kernels/silu_mul.py's (silu_mul_backward_quantize).
+// The gradients of silu(gate) * up, rounded to BF16 in registers and quantized for both GEMMs that read them: groups of
+// 128 features for DGrad and of 128 tokens, transposed, for WGrad. The contract is silu_mul_backward_quantize of
+// kernels/silu_mul.py.
 //
 //   sigma  = 1 / (1 + 2^(-gate log2 e))                     each operation rounded to FP32, 1 + .. fused
 //   dgate  = dY up sigma (1 + gate (1 - sigma)),   dup = dY gate sigma
 //
 // A block is a tile of 128 tokens by 128 features, so it has whole groups of both kinds. First its threads go along the
-// rows, 16 lanes a row, 8 features each, the next row asked for before this one is worked on: gradients, their maximum
-// over the row, its qdata; the gradients go to shared memory as pairs of BF16 numbers. After a sync the warps go down
-// the columns, in the way of byte_tile.cuh: a warp has 8 columns, its lane (t, c) 16 tokens of two of them. Maxima are
-// taken of two BF16 numbers in a word.
-// Shared memory, a matrix for each gradient: rows of 256 bytes, 16 chunks of 16 bytes; chunk i of row r at place
-// i ^ (r / 16 % 8), by which the eight rows that a warp reads at once lie in different banks.
+// rows, 16 lanes a row, 8 features each, and load the next row early: gradients, row maximum, row qdata; the gradients
+// go to shared memory as pairs of BF16 numbers. After a sync the warps go down the columns as in byte_tile.cuh: a warp
+// has 8 columns, its lane (t, c) 16 tokens of two of them. Shared memory has a matrix per gradient: rows of 256 bytes
+// in 16 chunks; chunk i of row r is at place i ^ (r / 16 % 8), so the eight rows that a warp reads lie in different
+// banks.
 
 #include "launch.h"
 #include "scales.cuh"
@@ -57,8 +56,7 @@ struct GradientPair {
 
   JETRL_DEVICE GradientPair(float dy, float g, float u) {
     const float power = sm90::exp2_about(sm90::multiply(-g, 0x1.715476p+0f)), sum = sm90::add(power, 1.0f);
-    // div.full.f32 without its care for small divisors. A reciprocal near 2^-126 is not flushed to zero: dY may be
-    // large.
+    // div.full.f32 without its handling of small divisors. A reciprocal near 2^-126 is not flushed: dY may be large.
     const bool large = sum > 0x1p126f;
     const float about = sm90::reciprocal_about(large ? sm90::multiply(sum, 0.25f) : sum);
     const float sigma = large ? sm90::multiply(about, 0.25f) : about;

@@ -1,12 +1,12 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The transpose of a weight that arrives as qdata, [N, K] with 128x128 scales: blocks are square, so qdata and scales
-// move and nothing is computed. reference/quantize.py, transpose_128x128, is the contract.
+// The transpose of a quantized weight [N, K] with 128x128 scales: blocks are square, so qdata and scales only move. The
+// contract is transpose_128x128 of reference/quantize.py.
 //
-// 2 bytes an element: only whole lines and enough of them in flight count. A block is one tile (byte_tile.cuh). A lane
-// has 16 rows of four columns as 16 words; four words of four rows are a 4 x 4 matrix of bytes, which eight byte
-// permutations transpose:
+// 2 bytes per element: the limit is whole lines in flight. A block is one tile (byte_tile.cuh). A lane has 16 rows of
+// four columns as 16 words; four words of four rows are a 4 x 4 matrix of bytes, which eight byte permutations
+// transpose:
 //
 //   rows 0, 1:  a3 a2 a1 a0, b3 b2 b1 b0  ->  b1 a1 b0 a0  and  b3 a3 b2 a2      (written from the high byte down)
 //   rows 2, 3:  the same of c and d;  halves of equal columns then make  d0 c0 b0 a0, d1 c1 b1 a1, ...

@@ -5,13 +5,11 @@
 // and B = X^T [K,T], with 1x128 scales along T; dW is BF16 or FP32.
 //
 // Arithmetic as in FProp: a chain of four wgmma per 128 tokens from zero, then acc = fma(p, s_a * s_b, acc), tokens
-// ascending. But s_b differs from column to column, so every element takes a multiplication beside its FMA: promotion
-// is what limits the kernel.
+// ascending. Since s_b differs by column, every element takes a multiplication next to its FMA: promotion is the limit.
 //
-// Roles and edges are those of the FProp kernel, except that one warp copies all there is, that a consumer warpgroup
-// owns half the rows of the tile and all its columns, that the blocks of a cluster take neighbouring columns and share
-// rows, and that stores are guarded here. T need not be a multiple of 128: the tensor map ends at T, TMA fills qdata
-// with zeros from there, and the last group has a scale.
+// Roles and edges as in the FProp kernel, except: one warp copies everything; a consumer warpgroup owns half the rows
+// of the tile and all its columns; the blocks of a cluster take neighboring columns and share rows; stores are guarded.
+// T need not be a multiple of 128: TMA fills qdata with zeros after T, and the last group has a scale.
 
 #include <algorithm>
 
@@ -81,10 +79,10 @@ JETRL_DEVICE void wgrad_consume(const WgradParams& p, uint8_t* memory, TileRing<
   const float* column_scales = all_scales + Shape::kBlockM + 2 * (lane % 4);
   const uint32_t turns = base + Shape::kAtTurns;
   const uint32_t my_turn = turns + 8 * consumer, other_turn = turns + 8 * (consumer ^ 1);
-  // Chain i of warpgroup 1 waits for phase i of its turns, of warpgroup 0, which is first, for phase i - 1.
+  // Chain i of warpgroup 1 waits for phase i of its turns, that of warpgroup 0, which is first, for phase i - 1.
   uint32_t turn = consumer == 0 ? 1 : 0;
 
-  // With BF16 output 1.1% faster than computed again (H200), with FP32 output 1.2% slower: one register more.
+  // Kept: 1.1% faster than recomputed with BF16 output (H200), 1.2% slower with FP32 output: one more register.
   const uint32_t place_of_releases = ring.template place_of_releases<Shape::kCluster>(lane);
 
   float partial[64];
@@ -178,13 +176,13 @@ JETRL_KERNEL void __launch_bounds__(Shape::kThreads, 1)
 
   if (warpgroup == 0) {
     sm90::give_registers<24>();
-    if (warp != 0) return;  // rather than wait below for as long as the kernel runs
+    if (warp != 0) return;  // instead of waiting below until the kernel ends
     wgrad_produce<Shape>(&a_map, &b_map, &a_scales_map, &b_scales_map, p, memory, ring, rank, lane);
   } else {
     sm90::take_registers<240>();
     wgrad_consume<Shape>(p, memory, ring, warpgroup - 1, rank, warp % 4, lane);
   }
-  // No block leaves while another of its cluster may still arrive at its barriers.
+  // No block exits while another of its cluster may still arrive at its barriers.
   if (Shape::kCluster > 1) sm90::sync_cluster();
 }
 
@@ -211,7 +209,7 @@ void run_wgrad(const Operand& a, const Operand& b, int t, const Output& dw, Stre
   return run_wgrad<WgradShape<kBlockM, kCluster, false>>(a, b, t, dw, stream);
 }
 
-// Tiles of 128 rows halve the work but need more bytes a cycle, about a tenth of the speed.
+// Tiles of 128 rows halve the work but need more bytes per cycle, which costs about a tenth of the speed.
 constexpr TileCost kTiles[] = {{256, 20}, {128, 11}};
 
 }  // namespace

@@ -1,8 +1,8 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the kernels of weight gradients share (sm90_wgrad_1x128_1x128.cu, sm90_grouped_wgrad.cu): a tile's layout in
-// shared memory, and the promotion of its partial sums.
+// Shared by the kernels of weight gradients (sm90_wgrad_1x128_1x128.cu, sm90_grouped_wgrad.cu): the layout of a tile in
+// shared memory and the promotion of partial sums.
 
 #pragma once
 
@@ -15,10 +15,10 @@ namespace jetrl {
 
 namespace {
 
-// Column scales are read once per K block, while its first chain runs, and kept for all chains: 32 registers beside 192
-// for sums, so a consumer's thread has 240 and the producer's 24. The two warpgroups take turns at issuing chains where
-// the output is FP32 and do not where it is BF16. Turns are mbarriers: the compiler moves a BAR.SYNC up between the
-// multiplications; it moves none below the loop that is an mbarrier's wait.
+// Column scales are read once per K block, while its first chain runs, and kept for all chains: 32 registers next to
+// 192 for sums, so a consumer thread has 240 and a producer thread 24. The two warpgroups take turns at issuing chains
+// only if the output is FP32. Turns are mbarriers: the compiler moves a BAR.SYNC up between the multiplications, but
+// nothing past the loop of an mbarrier's wait.
 template <int kBlockM_, int kCluster_, bool kFp32_>
 struct WgradShape {
   static constexpr int kBlockM = kBlockM_, kBlockN = 128, kCluster = kCluster_;
@@ -44,7 +44,7 @@ struct WgradShape {
   static_assert(kBytes <= kSharedMemory, "the stages do not fit into shared memory");
 };
 
-// acc = fma(p, s_a * s_b, acc); of a tile's first K block fma(p, s_a * s_b, +0).
+// acc = fma(p, s_a * s_b, acc); in a tile's first K block fma(p, s_a * s_b, +0).
 template <bool kFirst = false>
 JETRL_DEVICE void promote(float (&acc)[64], const float (&partial)[64], const float2 (&columns)[16], float upper,
                           float lower) {

@@ -78,11 +78,9 @@ for trainer.global_steps in (1, 2):
     [
         ("log_prob", 1.5, "2 log_prob begins", IN_THE_PHASE),
         ("log_prob", 0, "2 log_prob ends", AT_ITS_END),
-        ("update", 1.5, "2 update begins", IN_THE_PHASE),
         ("update", 0, "2 update ends", AT_ITS_END),
         ("generation", 1.5, "1 sync ends", AT_ITS_END),  # it ends where the rollouts are put to sleep
         ("checkpoint", 0, "2 update ends", IN_THE_PHASE),
-        ("sync", 0, "2 sync ends", AT_ITS_END),  # here is no worker that would load
     ],
 )
 def test_a_victim_dies_in_the_chosen_phase_or_at_its_end(tmp_path, phase, seconds, last, when):

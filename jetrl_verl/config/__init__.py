@@ -1,12 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flag and its options: the Hydra group ``precision``, the config classes that it selects, and the refusals.
+"""The flag ``precision=`` and its options: the Hydra group, the options' dataclass, and the checks.
 
-``options`` holds the ``jetrl`` node as a dataclass, ``engine_config`` verl's engine config that carries it,
-``hydra_plugin`` adds the group to verl's primary configs, ``check`` refuses what cannot work, ``operations`` says what
-``jetrl.operations=auto`` is. Names are resolved on
-first use: Hydra reads ``precision/*.yaml`` through this package, and ``--cfg job`` need not import verl's worker
-configs.
+Names are imported on first use: ``--cfg job`` need not import verl's worker configs.
 """
 
 import importlib

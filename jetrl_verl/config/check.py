@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a precision does not support, found in the composed config alone: no file, no GPU and no import of verl.
-
-The rules are rows of ``support/``. The check runs at every composition, so the user reads a refusal at
-the command line, also under ``--cfg job``. What depends on the machine is in ``environment``.
+"""Refuses what the composed config alone shows, at the command line, also under ``--cfg job``; the rows are in
+``support/``. What depends on the machine is in ``environment``.
 """
 
 import json
@@ -34,16 +32,16 @@ def check_config(config: DictConfig) -> None:
 
 
 def reader(config: DictConfig) -> Get:
-    """Callable that reads a composed config. Of ``engine_kwargs.vllm`` it reads what an argument holds as JSON, too:
-    verl hands vLLM either form, so a row means the same in both.
-    """
+    """Callable that reads a composed config; an argument of vLLM given as JSON is read like the mapping."""
 
     def get(key: str) -> Any:
         """Value at a dotted path as plain Python; ``None`` where a part is absent or still ``???``."""
         if not f"{key}.".startswith(f"{VLLM}."):
             return _plain(OmegaConf.select(config, key))
         arguments = _plain(OmegaConf.select(config, VLLM))
-        value = {name: _parsed(each) for name, each in arguments.items()} if isinstance(arguments, Mapping) else None
+        value = None
+        if isinstance(arguments, Mapping):
+            value = {name: _parsed(argument) for name, argument in arguments.items()}
         for name in filter(None, key.removeprefix(VLLM).split(".")):
             value = value.get(name) if isinstance(value, Mapping) else None
         return None if value == "???" else value
@@ -56,7 +54,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(argument: Any) -> Any:
-    """An argument of vLLM's: the mapping or list that it is the JSON of, else itself."""
+    """The mapping or list that an argument is the JSON of, else the argument."""
     if isinstance(argument, str) and argument.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(argument)

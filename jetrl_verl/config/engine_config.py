@@ -23,10 +23,10 @@ class JetFSDPEngineConfig(FSDPEngineConfig):
     """The ``jetrl`` node: a mapping in YAML, a ``JetConfig`` from construction on."""
 
     jetrl_role: str = "actor"
-    """``actor``, ``ref`` or ``critic``: which of the options speaks about this model."""
+    """``actor``, ``ref`` or ``critic``: which option is about this model."""
 
     jetrl_rollout_tp: int = 1
-    """Tensor-parallel size of the rollout, which decides with the shapes which layers can be quantized."""
+    """Tensor-parallel size of the rollout; with the shapes it decides which layers can be quantized."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,6 +53,6 @@ def resolved(node: Any) -> JetConfig:
     """Options of a ``jetrl`` node in which ``jetrl.operations`` is ``stock`` or ``shared``."""
     options = JetConfig.from_node(node)
     if options.operations == "auto":
-        # Each process deciding for itself is how both sides would come to different answers.
+        # If each process decided, the two sides could differ.
         refuse("auto_uncomposed")
     return options

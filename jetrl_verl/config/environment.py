@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a precision needs of this machine, checked in the driver right before the job starts, before Ray and any GPU.
+"""Checks of the machine in the driver, before Ray starts: versions, GPUs, the model folder and the data files.
 
-Versions, the GPU's FP8 support, the model folder (readable, shapes and operations that fit) and the data files.
-What is not supported is a row of
-``support/machine.py``, what is broken is told here. A remote path, or a hub name without a network, is left to verl.
+What is not supported is a row of ``support/machine.py``. Remote paths, and hub names without a network, are left to
+verl.
 """
 
 import json
@@ -48,12 +47,12 @@ def check_environment(config: DictConfig) -> None:
     tensor_parallel = OmegaConf.select(config, "actor_rollout_ref.rollout.tensor_model_parallel_size") or 1
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
     shared = options.operations == "shared"
-    # A reference policy in FP8 is the same model beside a BF16 actor.
+    # The reference policy is the actor's model and may be in FP8 where the actor is not.
     format_name = FLOW if options.ref != UNQUANTIZED else options.rollout
     overrides = model_overrides(config)
     check_model(path, options, tensor_parallel, shared, overrides, format_name)
-    if (held := cache_traits(options.kv_cache)).quantized:
-        check_cache(path, held)
+    if (cache := cache_traits(options.kv_cache)).quantized:
+        check_cache(path, cache)
     for key in REPLICAS:
         check_replicas(path, key, OmegaConf.select(config, key) or 1)
     for key in ULYSSES:
@@ -104,8 +103,7 @@ def check_versions(precision: str) -> None:
 
 
 def check_optimizer(key: str, module: str | None, precision: str) -> None:
-    """Refuse an optimizer whose package is not installed here: a worker would look for it after it has loaded the
-    model."""
+    """Refuse an optimizer whose package is not installed: a worker would only find out after loading the model."""
     package = (module or "torch").partition(".")[0]
     if find_spec(package) is None:
         why, remedy = f"{package} is not installed", f"Install {package}"
@@ -113,7 +111,7 @@ def check_optimizer(key: str, module: str | None, precision: str) -> None:
 
 
 def check_patches(precision: str) -> None:
-    """Refuse a verl or vLLM, such as a fork, into which a patch that the results depend on does not fit."""
+    """Refuse a modified verl or vLLM that a required patch cannot be applied to."""
     from jetrl_verl.patches import installed_states
     from jetrl_verl.patches.patch import PATCHED, STOCK
 
@@ -168,34 +166,34 @@ def no_shared_operations() -> tuple[str, str] | None:
     for index in range(torch.cuda.device_count()):
         if tuple(torch.cuda.get_device_capability(index)) != SHARED_CAPABILITY:
             return "gpu_other_than_hopper", _describe_gpu(index)
-    # A file, not an import: the library is large and this process is to touch no GPU.
+    # Looked up as a file: importing the library is slow and may touch a GPU.
     vllm = find_spec("vllm")
     if vllm is None or not list(Path(vllm.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*")):
         return "no_flash_attention_3", ""
     return None
 
 
-def check_cache(path: str | None, held: CacheTraits) -> None:
+def check_cache(path: str | None, cache: CacheTraits) -> None:
     """Refuse a quantized KV cache on a GPU, or of a model, for which there is no kernel; after :func:`check_model`."""
     gap = no_shared_operations()
     if gap is not None and gap[0] == "gpu_other_than_hopper":
         refuse("gpu_of_an_fp8_cache", what=gap[1])
     model = read_model(path)
-    if model is not None and (message := cache_message(model, str(path), held)):
+    if model is not None and (message := cache_message(model, str(path), cache)):
         raise UnsupportedConfiguration(message)
 
 
-def cache_message(model: Mapping[str, Any], path: str, held: CacheTraits) -> str:
-    """What a run with a quantized KV cache is told of a model for which there is no kernel; empty of others."""
+def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> str:
+    """Why a quantized KV cache has no kernel for a model; empty where it has."""
     from jetrl_verl.models import family
 
-    ours, heads = family(model), model["num_attention_heads"]
+    decoder, heads = family(model), model["num_attention_heads"]
     group = heads // (model.get("num_key_value_heads") or heads)
-    head_dim, most = ours.head_dim(model), held.most_query_heads
+    head_dim, most = decoder.head_dim(model), cache.most_query_heads
     for why, met in (
-        (f"its heads are of {head_dim}, and a scale is for {held.head_dim}", head_dim != held.head_dim),
+        (f"its heads are of {head_dim}, and a scale is for {cache.head_dim}", head_dim != cache.head_dim),
         (f"a KV head has {group} query heads, and the kernel computes {most}", group > most),
-        ("its layers attend to windows", ours.slides(model)),
+        ("its layers attend to windows", decoder.slides(model)),
     ):
         if met:
             return refusal("model_of_an_fp8_cache", what=f"the model {path}", why=why)
@@ -203,13 +201,13 @@ def cache_message(model: Mapping[str, Any], path: str, held: CacheTraits) -> str
 
 
 def why_not_shared() -> str:
-    """The same as half a sentence; empty if the shared operations can run here."""
+    """:func:`no_shared_operations` as a clause; empty if the shared operations can run here."""
     gap = no_shared_operations()
     return row(gap[0]).clause(what=gap[1]) if gap else ""
 
 
 def model_overrides(config: DictConfig) -> dict[str, Any]:
-    """What a job changes in the trainer's copy of the model's configuration, as verl reads it."""
+    """A job's overrides of the trainer's copy of the model's configuration, as verl reads them."""
     overrides = OmegaConf.select(config, f"{MODEL}.override_config") or {}
     overrides = OmegaConf.to_container(OmegaConf.create(overrides), resolve=True)
     return overrides.get("model_config", overrides)
@@ -240,7 +238,7 @@ def check_model(
     if folder.is_dir():
         _check_weight_files(folder)
 
-    # Not at the top: the pins of this file are also read where torch, which layers imports, may be what is ill.
+    # Not at the top: the checks of versions have to run where importing torch fails.
     from jetrl_verl.models import family
     from jetrl_verl.models.plan import plan_linears
 
@@ -248,10 +246,10 @@ def check_model(
         refuse("quantized_checkpoint", precision=options.precision, what=f"the model {path}")
     with explained(path, options.precision):
         plan_linears(model, tensor_parallel, unfit_layers=options.unfit_layers, format_name=format_name)
-        ours = family(model)
+        decoder = family(model)
         if shared_operations:
-            ours.check_operations(ours.as_trained(model, overrides or {}))
-    if ours.experts is not None and options.train == FLOW:
+            decoder.check_operations(decoder.as_trained(model, overrides or {}))
+    if decoder.experts is not None and options.train == FLOW:
         if not shared_operations:
             refuse("mixture_with_stock_operations", what=f"the mixture of experts {path}")
         if options.backward != FLOW:
@@ -330,9 +328,9 @@ def check_attention(path: str | None, overrides: Mapping[str, Any]) -> None:
 
     if (model := read_model(path)) is None:
         return
-    ours = family(model)
-    trained = ours.as_trained(model, overrides)
-    if ours.slides(trained):
+    decoder = family(model)
+    trained = decoder.as_trained(model, overrides)
+    if decoder.slides(trained):
         refuse("varlen_sliding_window", what=f"the model {path}, whose layers attend to windows,")
     if rate := read(trained, "attention_dropout", 0.0):
         refuse("varlen_dropout", what=f"the model {path} with attention_dropout={rate}")

@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a run on Hopper pays without the native kernels, said once, by the driver, before any actor takes a GPU.
-
-A package that was installed without nvcc holds Python alone. The results have the same bits, so nothing is refused.
+"""The warning of a run on Hopper without the native kernels, which a package installed without nvcc lacks; the results
+have the same bits.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ CAPABILITY = (9, 0)
 IN_TRITON = (
     f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed, and all products of a mixture's experts run there"
 )
-"""What FP8 training pays."""
+"""The price for FP8 training."""
 
 
 def price(options: JetConfig) -> str:

@@ -1,18 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How our groups get into verl's primary configs without a fork, and where a composed config is refused.
+"""Adds our groups to verl's primary configs, and checks each composed config.
 
-Hydra looks for ``precision=jet_fp8`` in the defaults list of the primary config, which is verl's. One subclass of
-Hydra's config repository appends ``- precision: bf16`` to that list while the YAML is loaded. It recognises verl's
-PPO primary config by what it does (its defaults place a config at ``actor_rollout_ref.actor``), wherever it comes
-from: the installed package, a ``hydra.searchpath`` of a recipe, a user's own copy. So nothing of verl's YAML is
-repeated here, a recipe whose defaults name ``ppo_trainer`` gets the group too, and the order is right: the group
-comes after verl's values and before those of the recipe and of the command line.
+A subclass of Hydra's config repository appends ``- precision: bf16`` to the defaults list of verl's PPO primary config
+as it is loaded. It recognizes that config by its defaults (one places a config at ``actor_rollout_ref.actor``), also in
+a recipe or a user's copy. The group comes after verl's values and before those of the recipe and the command line.
 
-A subclass of the config loader that uses it checks each composed config, so a refusal comes out of ``--cfg job``, of
-a run and of ``hydra.compose`` alike, and none leaves with ``jetrl.operations=auto`` in it, or with
-``jetrl.old_log_probs=rollout`` and without verl's bypass mode. (A Hydra 1.3 callback has no such hook, and exceptions
-in callbacks become warnings.)
+A subclass of the config loader refuses what is not supported and resolves ``jetrl.operations=auto``, under ``--cfg
+job``, in a run and in ``hydra.compose`` alike. (A Hydra 1.3 callback has no such hook, and exceptions in callbacks
+become warnings.)
 """
 
 from collections.abc import Iterator
@@ -44,8 +40,7 @@ _checked: ContextVar[bool] = ContextVar("jetrl_checked", default=True)
 
 @contextmanager
 def unchecked() -> Iterator[None]:
-    """Inside, a config is composed as it is, neither refused nor with ``jetrl.operations`` resolved: for those who
-    explain all that is not supported of it, not the first thing alone."""
+    """Inside, a composed config is neither refused nor resolved: for tools that list all that it does not support."""
     token = _checked.set(False)
     try:
         yield
@@ -70,12 +65,12 @@ class JetConfigRepository(ConfigRepository):
         groups = [default for default in loaded.defaults_list if isinstance(default, GroupDefault)]
         places_actor = any(group.package == _ACTOR_PACKAGE and not group.override for group in groups)
         named = {group.group for group in groups}
-        ours = [GroupDefault(group=group, value=value) for group, value in DEFAULTS.items() if group not in named]
-        if places_actor and ours:
+        added = [GroupDefault(group=group, value=value) for group, value in DEFAULTS.items() if group not in named]
+        if places_actor and added:
             # Hydra wants `override` entries at the end; what is not one comes after `_self_`, to win over the file.
             overrides = [default for default in loaded.defaults_list if default.is_override()]
             others = [default for default in loaded.defaults_list if not default.is_override()]
-            loaded.defaults_list = [*others, *ours, *overrides]
+            loaded.defaults_list = [*others, *added, *overrides]
         return loaded
 
 

@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``jetrl.operations=auto`` is: ``shared`` where the shared operations cover the whole job, else ``stock``.
+"""Decides ``jetrl.operations=auto``: ``shared`` where the shared operations cover the whole job, else ``stock``.
 
-Decided once, in the driver, when Hydra composes the config, before Ray and any GPU. The config that travels to the
-trainer and to vLLM says ``shared`` or ``stock``: both sides read one word, and the contract check compares what came of
-it. One line on stderr says which it is and why.
-
-The table of support (``support/``) says what stands against ``shared``. Only what the implementations cannot do makes
-it ``stock``. What they can do, but without equal log-probabilities (a
-rollout over several GPUs, stale samples), does not: that is refused by ``precision=jet_fp8_exact`` alone.
+Once, in the driver, when Hydra composes the config: trainer and vLLM read one word. One line on stderr says which and
+why. Only what the operations cannot do makes it ``stock`` (``support/``); what merely parts the last bits does not.
 """
 
 import sys
@@ -27,7 +22,7 @@ from .vllm_arguments import quantization_arguments
 
 
 def resolve_operations(config: DictConfig) -> None:
-    """Write ``shared`` or ``stock`` in the place of ``jetrl.operations=auto``, and say so; else change nothing.
+    """Replace ``jetrl.operations=auto`` by ``shared`` or ``stock``, and say so.
 
     Args:
         config: a composed config; one without a ``jetrl`` node passes.
@@ -43,10 +38,9 @@ def resolve_operations(config: DictConfig) -> None:
 
 
 def _why_stock(config: DictConfig) -> str:
-    """The first thing that the shared operations do not cover, cheapest questions first; empty if there is none.
+    """The first thing that the shared operations do not cover, cheapest checks first; empty if there is none.
 
-    Without the remedy where a run that asked for ``shared`` is refused: this one runs. With it where ``shared`` would
-    be accepted.
+    With a remedy only where ``shared`` would be accepted.
     """
     for clause in stock_because(reader(config)):
         return clause
@@ -71,11 +65,11 @@ def _uncovered_model(config: DictConfig) -> str:
         if model is None:
             why = f"the configuration of the model {path} cannot be read from here"
             return row("remote_model").message(why=why).removesuffix(".")
-        ours = family(model)
+        decoder = family(model)
         rollout = quantization_arguments(options, get(VLLM))
         for message in overridden_fields(model, trainer, rollout["hf_overrides"]):
             return message.removesuffix(".")
-        ours.check_operations(ours.as_trained(model, trainer))
+        decoder.check_operations(decoder.as_trained(model, trainer))
     except UnsupportedConfiguration as unreadable:
         # Without the remedy, which is for a run that asked for `shared`.
         return str(unreadable).partition(". ")[0]
@@ -87,7 +81,7 @@ def _uncovered_model(config: DictConfig) -> str:
 def overridden_fields(
     model: Mapping[str, Any], trainer: Mapping[str, Any], rollout: Mapping[str, Any]
 ) -> Iterator[str]:
-    """What ``auto`` says of each field that the shared operations read and one side has otherwise than ``config.json``.
+    """Messages about fields that the shared operations read and that one side overrides.
 
     Args:
         model: configuration of the model. trainer, rollout: what is overridden in the copy of either side.

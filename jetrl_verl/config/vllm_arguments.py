@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a precision says to vLLM: the quantization method and its options, and which of its passes stay off, merged into
-the user's ``engine_kwargs.vllm``. ``rollout/arguments.py`` adds the worker extension.
+"""Merges a precision's quantization method and options, and the passes that stay off, into the user's
+``engine_kwargs.vllm``; ``rollout/arguments.py`` adds the worker extension.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from .support.table import refuse
 def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with ``quantization`` and ``hf_overrides.quantization_config`` filled in.
 
-    A value that is already ours is kept. Raises ``UnsupportedConfiguration`` where one of the two says something else.
+    Raises ``UnsupportedConfiguration`` where the user set one of the two to something else.
     """
     arguments = dict(user or {})
     overrides = overrides_of(arguments.get("hf_overrides"))
@@ -42,9 +42,7 @@ def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -
 def unfused_reductions(options: JetConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """``compilation_config`` of the user's ``arguments`` without fusions of the sums over ranks.
 
-    vLLM turns some on by itself where it finds FlashInfer. They would match nothing while norms are ours, since a pass
-    looks for vLLM's, and with stock operations they would: off in both. One that is no mapping is left to verl, which
-    reads it as JSON of one or stops.
+    vLLM turns some on where it finds FlashInfer. A ``compilation_config`` that is no mapping is left to verl.
 
     Raises:
         UnsupportedConfiguration: one of them is asked for.

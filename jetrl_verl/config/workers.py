@@ -1,17 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Right after ``ray.init``, ask one worker on each node whether it can take part: plugin, versions, FP8.
+"""Asks one Ray worker on each node, right after ``ray.init``, whether it can run the job: plugin, versions, FP8.
 
-Ray workers need not run the driver's interpreter: verl's ``uv run`` examples hand Ray a ``py_executable``, and a
-cluster's nodes have environments of their own. A worker without the plugin would fail minutes later, or, where only
-the entry point is missing, train in BF16 without a word. So the driver of a non-bf16 run asks first, before any actor
-takes a GPU.
-
-``ray.init`` itself is wrapped, because verl calls it inside ``run_ppo`` and the running module is ``__main__``, of
-which no importable copy exists to patch. On a cluster that the process has already joined, the question is asked at
-once.
-
-Gone when verl reports plugins that its workers lack (no upstream issue asks for it so far).
+Workers may run another interpreter than the driver (``py_executable``, other nodes). One without the plugin would fail
+minutes later, or train in BF16 without a word. ``ray.init`` is wrapped because verl calls it inside ``run_ppo``, whose
+running module, ``__main__``, cannot be patched.
 """
 
 import functools
@@ -29,7 +22,7 @@ from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 from .support.table import refusal
 
 _TIMEOUT_S = 600.0
-"""A worker's first start may install its environment (``uv run``); longer than this, the cluster has no room for it."""
+"""A worker's first start may install its environment (``uv run``)."""
 
 
 def install(options: JetConfig | None = None) -> None:
@@ -73,13 +66,13 @@ def check_workers(options: JetConfig | None = None) -> None:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             answer = probe.options(scheduling_strategy=pinned).remote()
             answers[node["NodeManagerAddress"]] = answer, node["Resources"].get("GPU", 0) > 0
-    found_on = {}
+    replies = {}
     for address, (answer, offers_gpus) in answers.items():
         try:
-            found = found_on[address] = ray.get(answer, timeout=_TIMEOUT_S)
+            reply = replies[address] = ray.get(answer, timeout=_TIMEOUT_S)
             if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
-                found["capabilities"] = []
-            complaint = complaint_about(found, options)
+                reply["capabilities"] = []
+            complaint = complaint_about(reply, options)
         except ray.exceptions.GetTimeoutError:
             complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
         except ray.exceptions.RayError as error:
@@ -87,61 +80,61 @@ def check_workers(options: JetConfig | None = None) -> None:
             complaint = f"a Ray worker could not start there ({type(error).__name__}: {reason}); check py_executable"
         if complaint:
             sys.exit(f"jetrl_verl: node {address}: {complaint}.")
-    if options is not None and (line := missing(options, without_kernels(found_on))):
+    if options is not None and (line := missing(options, without_kernels(replies))):
         print(line, file=sys.stderr, flush=True)
 
 
-def without_kernels(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Nodes that have a Hopper GPU and no library of kernels for it.
+def without_kernels(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Nodes that have a Hopper GPU and lack the kernels for it.
 
     Args:
-        found: address of a node -> answer of :func:`_probe`'s function there.
+        answers: address of a node -> answer of :func:`_probe`'s function there.
     """
     return [
         address
-        for address, answer in found.items()
+        for address, answer in answers.items()
         if CAPABILITY in map(tuple, answer["capabilities"]) and not answer["kernels"]
     ]
 
 
-def complaint_about(found: dict[str, Any], options: JetConfig | None = None) -> str:
+def complaint_about(answer: dict[str, Any], options: JetConfig | None = None) -> str:
     """What keeps a worker from this job, and what to do; empty if nothing does.
 
     Args:
-        found: answer of :func:`_probe`'s function on a node.
+        answer: answer of :func:`_probe`'s function on a node.
         options: of the job; None asks for what ``jet_fp8`` needs with stock operations, as ``jetrl doctor`` does.
     """
     precision, shared = "jet_fp8", False
     if options is not None:
         precision, shared = options.precision, options.operations == "shared"
-    where = f"the Ray workers' interpreter {found['interpreter']}"
+    where = f"the Ray workers' interpreter {answer['interpreter']}"
     mine = jetrl_verl.__version__
-    if found["plugin"] != mine:
-        has = "does not have the plugin installed" if found["plugin"] is None else f"has jetrl-verl {found['plugin']}"
+    if answer["plugin"] != mine:
+        has = "does not have the plugin installed" if answer["plugin"] is None else f"has jetrl-verl {answer['plugin']}"
         return (
             f"the driver runs jetrl-verl {mine}, but {where} {has}; install the driver's version in that environment: "
             "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
             "command and ray_kwargs.ray_init.runtime_env.py_executable"
         )
-    ours = _probe()()["source"]
-    if found["source"] != ours:
+    source = _probe()()["source"]
+    if answer["source"] != source:
         return (
-            f"the driver runs jetrl-verl {mine} with source {ours}, but {where} has source {found['source']} of that "
-            "version; install the driver's in that environment"
+            f"the driver runs jetrl-verl {mine} with source {source}, but {where} has source {answer['source']} of "
+            "that version; install the driver's in that environment"
         )
     for package in PINS:
         version = metadata.version(package)
-        if found["versions"].get(package) != version:
+        if answer["versions"].get(package) != version:
             return (
-                f"the driver runs {package} {version}, but {where} has {found['versions'].get(package)}; "
+                f"the driver runs {package} {version}, but {where} has {answer['versions'].get(package)}; "
                 "install the same version on every node"
             )
-    if not found["vllm_plugin"]:
+    if not answer["vllm_plugin"]:
         return f"{where} lacks the entry point that vLLM loads the plugin by; install jetrl_verl there again"
-    names = found["vllm_plugins_filter"]
+    names = answer["vllm_plugins_filter"]
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
-    for capability in map(tuple, found["capabilities"]):
+    for capability in map(tuple, answer["capabilities"]):
         gpu = gpu_words("a GPU there", capability)
         if capability < MIN_CAPABILITY:
             return refusal("gpu_without_fp8", precision=precision, what=gpu).removesuffix(".")
@@ -167,7 +160,7 @@ def _probe() -> Callable[[], dict[str, Any]]:
             if spec is None:
                 return None
             digest, folder = hashlib.sha256(), Path(spec.origin).parent
-            # Followed by hand: a checkout has patches/ behind a link, and an installed package as a folder.
+            # followlinks: in a checkout patches/ is a symlink.
             files = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
             for file in sorted(file for file in files if file.suffix in (".py", ".yaml")):
                 digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())

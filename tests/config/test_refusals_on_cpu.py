@@ -14,7 +14,7 @@ from hydra import initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config
+from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, operations
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.operations import resolve_operations
 from jetrl_verl.config.support import algorithms
@@ -83,6 +83,7 @@ def test_a_setting_of_a_row_is_refused_with_its_message(tried, key):
     ("tried", "key"), [(tried, key) for tried in SHARED_ROWS for key in tried.keys], ids=lambda value: str(value)[-40:]
 )
 def test_what_the_shared_operations_cannot_do_makes_auto_stock(tried, key, capsys):
+    operations._say.cache_clear()
     config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: tried.settings[key].example})
     check_config(config)
     (clause,) = stock_because(reader(config))

@@ -62,7 +62,7 @@ def test_no_sequence_sees_another():
 @pytest.mark.parametrize(
     ("features", "dtype", "sentence"),
     [
-        ((192, 192, 128), torch.bfloat16, "queries, keys and values of 192, 192 and 128 features a head"),
+        ((192, 192, 128), torch.bfloat16, "queries, keys and values of 192, 192 and 128 features per head"),
         ((100, 100, 100), torch.bfloat16, "heads of 100"),
         ((320, 320, 320), torch.bfloat16, "heads of 320"),
         ((64, 64, 64), torch.float32, "operands in torch.float32, .*"),

@@ -163,7 +163,7 @@ def test_what_it_does_not_do_is_refused(options, sentence):
         (dict(position_ids=torch.zeros(3, 1, 4, dtype=torch.int64)), "positions of more than one dimension"),
         (dict(attention_mask=torch.ones(1, 1, 4, 4, dtype=torch.bool)), "a mask other than the causal one"),
         (dict(key=torch.zeros(1, 2, 9, 8)), "a cache of keys and values"),
-        (dict(value=torch.zeros(1, 2, 4, 16)), "queries, keys and values of 8, 8 and 16 features a head"),
+        (dict(value=torch.zeros(1, 2, 4, 16)), "queries, keys and values of 8, 8 and 16 features per head"),
     ],
 )
 def test_a_call_that_does_not_say_where_sequences_are_is_refused(change, sentence):

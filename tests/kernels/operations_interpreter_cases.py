@@ -5,6 +5,8 @@
 FP32 results to FP32 accuracy, BF16 results to one step: the interpreter truncates to BF16.
 """
 
+import sys
+
 import pytest
 import reference_operations as reference
 import torch
@@ -23,6 +25,7 @@ from jetrl_verl.kernels.logits import MANY_ROWS, TILES, triton_logits_by
 from jetrl_verl.kernels.rms_norm import _are_heads_in_place
 from jetrl_verl.reference import cache_shape, dequantize_heads, quantize_heads
 
+log_probs = sys.modules["jetrl_verl.kernels.log_probs"]  # the package's attribute is the function
 EPS = 1e-6
 BF16_STEP, FP32_STEPS = 2**-7, 2**-20
 
@@ -143,7 +146,7 @@ def test_rotary_and_back(tokens, heads, kv_heads, dtype):
     assert torch.equal(apart[0], rotated[0]) and torch.equal(apart[1], rotated[0])
 
 
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (5, 3, 3), (2, 9, 5), (0, 2, 2)])
 def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(tokens, heads, kv_heads):
     """Heads of a merged projection, of a tensor of their own, and some that lie off 16-byte boundaries."""
     positions = torch.randint(0, 64, (tokens,))
@@ -252,7 +255,7 @@ def test_log_probs_of_a_row_with_nan_is_nan():
 @pytest.mark.parametrize("columns", [1, 99, 4096, 4097, 9001])
 def test_drawn_tokens_log_probs_and_ranks(columns):
     """The reference's tokens; the bits that the trainer has for them; the ranks of a sort."""
-    rows = 24
+    rows = 8
     logits = normal(rows, columns + 3).float()[:, :columns] * 3
     logits[:, columns // 2 + 1 :: 2] = -torch.inf
     logits[3, : columns // 2] = -torch.inf
@@ -268,16 +271,17 @@ def test_drawn_tokens_log_probs_and_ranks(columns):
     assert (ranks >= 1).all() and (columns < 99 or (ranks > 1).any())
 
 
-def test_every_row_of_many_has_its_own_result():
+def test_every_row_of_many_has_its_own_result(monkeypatch):
     """More rows than are read together, with a rest, in two chunks."""
-    logits, rows = normal(300, 4100).float() * 3, 300
+    monkeypatch.setattr(log_probs, "ROWS_TOGETHER", 16)
+    logits, rows = normal(40, 4100).float() * 3, 40
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
     tokens, normalized = triton_kernels.draw(logits, torch.ones(rows), *seeds)
     assert torch.equal(tokens, reference_draw(logits, torch.ones(rows), *seeds)[0])
     found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalized)
     assert (found[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
-    for some in (slice(7, 8), slice(250, 300)):
+    for some in (slice(7, 8), slice(30, 40)):
         again, of = triton_kernels.draw(logits[some], torch.ones(rows)[some], *seeds[:, some])
         assert torch.equal(again, tokens[some])
         assert torch.equal(of.log_sum, normalized.log_sum[some])

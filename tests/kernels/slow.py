@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases of a parametrized test that only a run with ``--slow`` takes."""
+"""Cases of a parametrized test that only ``make test-all`` runs."""
 
 from collections.abc import Iterable
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import triton
+from slow import slow
 from test_triton_for_hopper import machine_code_for_hopper, ptx_for_hopper
 
 from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
@@ -72,47 +73,14 @@ def test_qdata_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
     assert len(re.findall(r"div\.(rn|full)\.f32", ptx)) == {"SiLU-mul": 64, "SiLU-mul backward": 64}.get(name, 0)
 
 
-@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("pow2", [True, slow(False)])
 @pytest.mark.parametrize("name", [*TRANSPOSING, "128x128"])
-def test_ada_which_takes_one_maximum_at_a_time_has_the_kernels_too(name, pow2):
-    """Its assembler, which ends every compilation here, refuses what Hopper has and it lacks."""
+def test_the_kernels_compile_for_ada(name, pow2):
+    """Ada's assembler, the last step of every compilation here, refuses instructions that only Hopper has."""
     kernel, constants = TRANSPOSING.get(name, (_quantize_128x128_kernel, {"TRANSPOSE": False}))
     warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, 89, num_warps=warps)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "max.u16x2" not in ptx
-
-
-def arithmetic_of(ptx: str) -> dict[str, float]:
-    """Arithmetic instructions per element of a tile of 128 numbers a thread, by kind."""
-    kinds = {
-        "product": r"\b(?:mul|fma)\.(?:rn\.)?f32",
-        "maximum": r"\bmax\.\S+",
-        "qdata": r"cvt\.rn\.satfinite\.e4m3x2",
-    }
-    return {kind: len(re.findall(pattern, ptx)) / 128 for kind, pattern in kinds.items()}
-
-
-# Kernel -> most products per element under pow2 and fp32, most maxima, conversions to qdata, its maximum.
-COSTS = {
-    "1x128 and 128x1": (2.3, 4.9, 1.5, 1, "max.u16x2"),
-    "re-layout": (2.2, 4.7, 1.6, 0.5, "max.NaN.f32"),
-    "128x128 and transpose": (1.1, 2.1, 0.7, 1, "max.u16x2"),
-}
-
-
-@pytest.mark.parametrize("pow2", [True, False])
-@pytest.mark.parametrize("name", COSTS)
-def test_an_element_costs_as_few_instructions_as_were_counted(name, pow2):
-    """On an H200 28 and 14 instructions of all kinds an element would take as long as its bytes; the rest is moves."""
-    kernel, constants = TRANSPOSING[name]
-    warps = RELAYOUT["num_warps"] if name == "re-layout" else 4
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
-    products_pow2, products, maxima, qdata, maximum = COSTS[name]
-    found = arithmetic_of(ptx)
-    assert found["product"] < (products_pow2 if pow2 else products)
-    assert found["maximum"] < maxima
-    assert found["qdata"] == qdata
-    assert maximum in ptx
 
 
 @pytest.mark.parametrize("with_y", [True, False])

@@ -17,10 +17,12 @@ SECONDS = 900
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize(("which", "at_least"), [("never", 200), slow("only", 10)])
+@pytest.mark.parametrize(
+    ("which", "at_least"), [(["--tests=quick"], 200), slow(["--tests=no-e2e", "-m", "slow"], 10)], ids=["quick", "slow"]
+)
 def test_triton_kernels_under_the_interpreter(which, at_least):
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--slow={which}", *map(str, CASES)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which, *map(str, CASES)],
         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/ compiles where there is an nvcc: for sm_90a, without spills, without serialised matrix instructions, and with
-few enough registers for the blocks that are meant to share a multiprocessor."""
+"""csrc/ compiles for sm_90a where there is an nvcc: no spills, no serialized matrix instructions, few enough registers
+for the blocks that share a multiprocessor."""
 
 import re
 from pathlib import Path
@@ -11,14 +11,21 @@ import pytest
 from machine_code import disassembled
 
 ROOT = Path(__file__).parents[2]
-needs_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
+
+
+def needs_nvcc(test):
+    """Slow: the first of these tests compiles the library, minutes of a core."""
+    no_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
+    return pytest.mark.slow(pytest.mark.timeout(900)(no_nvcc(test)))
+
+
 GROUPED = {"sm90_grouped_fprop": 4, "sm90_grouped_wgrad": 4, "sm90_grouped_decode": 3}
 GEMMS = {"sm90_fprop_1x128_128x128": 12, "sm90_wgrad_1x128_1x128": 8, "sm90_decode_fprop": 16} | GROUPED
 OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpose_128x128": 1}
 ATTENTION = {"sm90_decode_attention": 1, "sm90_decode_attention_cluster": 6, "sm90_decode_attention_bf16": 6}
 KERNELS = GEMMS | OF_QDATA | ATTENTION
 WAITS = {"sm90_decode_fprop": 2, "sm90_grouped_decode": 4}
-"""Kernel -> waits for the kernel in front that it has."""
+"""Kernel -> its waits for the previous kernel."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +39,6 @@ def report_of(kernel: str) -> str:
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_no_variant_spills_or_serialises_its_matrix_instructions(library, kernel):
     report = report_of(kernel)
@@ -49,7 +55,6 @@ def functions(library) -> dict[str, str]:
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(functions):
     """A fence in the main loop is what a release to the cluster would become (sm90.cuh)."""
     assert len(functions) == sum(KERNELS.values())
@@ -151,7 +156,6 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4), ("sm90_grouped_decode", 3)]
 )
@@ -187,7 +191,6 @@ def test_a_question_behind_the_fmas_is_not_early():
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("columns", "of_ranks", "grouped", "stages"),
     [
@@ -207,7 +210,6 @@ def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ran
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("kernel", "most"),
     [("sm90_relayout_128x1", [48, 64]), ("sm90_silu_mul_backward", [64, 64]), ("sm90_transpose_128x128", [64])],
@@ -218,7 +220,6 @@ def test_kernels_of_qdata_leave_registers_for_the_blocks_that_share_a_multiproce
 
 
 @needs_nvcc
-@pytest.mark.timeout(900)
 def test_the_library_registers_its_operators_without_a_gpu(library):
     import torch
 

@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Causal attention with grouped queries, ``softmax(q k^T scale) v``; a query has the same bits in every batch and
-chunking.
+"""Causal attention with grouped queries, ``softmax(q k^T scale) v``; a query has the same bits in any batch and chunk.
 
 :func:`attention` has packed sequences (training), :func:`paged_attention` new tokens and a paged cache (rollout). On a
 GPU both are FlashAttention 3 of the vLLM wheel with ``num_splits=1``: one thread block reads a query's keys in order.
-On the CPU every sum is exact (:func:`_attend`, reproducible.py). With an FP8 KV cache keys and values are quantized and
-dequantized first (kv_cache.py).
+On the CPU every sum is exact (:func:`_attend`).
 """
 
 import math
@@ -33,18 +31,18 @@ from jetrl_verl.kernels.reproducible import (
 from jetrl_verl.kernels.views import as_type
 
 HEAD_DIM = 128
-"""The head dimension for which decode, chunked prefill and whole sequences are known to agree in every bit."""
+"""The head dimension for which decode, chunked prefill and whole sequences agree in every bit."""
 
 _VALUE_BITS = 21
 _KEYS = 1024
 _WEIGHT_BITS = MANTISSA_BITS - _VALUE_BITS - int(math.log2(_KEYS))
 _DENOMINATOR_BITS = 30
 _SCORES = 2**17
-"""Scores computed at a time (1 MiB in float64), so that the passes over them stay in the cache."""
+"""Scores computed at a time (1 MiB in float64), so that passes over them stay in the cache."""
 
 
 def check_head_dim(head_dim: int) -> None:
-    """Raise ``ValueError`` unless there is an attention for this head dimension."""
+    """Raise ``ValueError`` unless this head dimension is supported."""
     if head_dim != HEAD_DIM:
         raise ValueError(f"attention: expected heads of {HEAD_DIM}, got heads of {head_dim}")
 
@@ -61,8 +59,8 @@ def write_pages(
 
     Args:
         k, v: ``[T, H, D]``, at least as many tokens as slots. keys, values: ``[pages, block size, H, D]``, any strides.
-        slots: ``[T]``, page times block size plus place; negative: the token is not stored. On a GPU, where vLLM writes
-            and this is the contract check's, none is negative: to look would be to wait for the device.
+        slots: ``[T]``, page times block size plus place; negative: the token is not stored. On a GPU, where only the
+            contract check calls this, none may be negative.
     """
     k, v = k[: len(slots)], v[: len(slots)]
     if not slots.is_cuda:
@@ -78,21 +76,21 @@ def _attend(
 ) -> torch.Tensor:
     """CPU attention of padded sequences.
 
-    Queries, keys and values are put on grids per token and head; scores are then exact in float64. With
-    ``p = exp(s - max s)``, the denominator sums ``p`` in steps of 2^-30. In the numerator a value row ``v_j < 2^e_j``
-    has its own grid, so ``p_j 2^e_j`` is what is put on a grid per query, and
+    Queries, keys and values are on grids per token and head, so scores are exact in float64. The
+    denominator sums ``p = exp(s - max s)`` in steps of 2^-30. In the numerator a value row ``v_j < 2^e_j`` has its own
+    grid, so ``p_j 2^e_j`` is rounded to a grid per query, and
 
         o = sum_j round(p_j 2^e_j) (v_j 2^-e_j) / sum_j p_j
 
     is exact over ``_KEYS`` keys; blocks of that many keys, counted from the sequence's first, are added in order.
 
     Args:
-        q: ``[B, Tq, H, D]`` BF16. k, v: ``[B, Tk, Hkv, D]`` in cache form; what lies beyond a sequence may be anything.
+        q: ``[B, Tq, H, D]`` BF16. k, v: ``[B, Tk, Hkv, D]`` in cache form, arbitrary beyond a sequence.
         positions: ``[B, Tq]`` position of each query in its sequence: it attends to keys up to that one.
         lengths: ``[B]`` keys of each sequence, at least 1.
 
     Returns:
-        ``[B, Tq, H, D]`` BF16; rows of queries beyond a sequence mean nothing.
+        ``[B, Tq, H, D]`` BF16; rows of queries beyond a sequence are undefined.
     """
     batch, queries, heads, head_dim = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -114,7 +112,7 @@ def _attend(
     p.mul_(power_of_two(value_exponents))
     steps = exponent_of(p.amax(dim=-1, keepdim=True)) - _WEIGHT_BITS
     p.mul_(power_of_two(-steps)).round_().mul_(power_of_two(steps))
-    # The product below is with v itself, so its power of two leaves the weight again.
+    # The product below is with v itself, so the weight loses v's power of two again.
     p.mul_(power_of_two(-value_exponents))
     out = p[..., :_KEYS] @ v[..., :_KEYS, :]
     for start in range(_KEYS, keys, _KEYS):
@@ -124,7 +122,7 @@ def _attend(
 
 
 def _attend_in_pieces(q, k, v, positions, lengths, scale) -> torch.Tensor:
-    """:func:`_attend`, a few sequences at a time."""
+    """:func:`_attend` of a few sequences at a time."""
     per_sequence = q.shape[1] * q.shape[2] * k.shape[1]
     step = max(1, _SCORES // max(per_sequence, 1))
     pieces = (slice(start, start + step) for start in range(0, len(q), step))
@@ -132,7 +130,7 @@ def _attend_in_pieces(q, k, v, positions, lengths, scale) -> torch.Tensor:
 
 
 def _padded(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Packed sequences as rows: token indices ``[B, T]`` (clamped beyond the end), which are real, and lengths."""
+    """Packed sequences as rows: token indices ``[B, T]`` (clamped beyond the end), which of them exist, and lengths."""
     lengths = cu_seqlens.diff().long()
     columns = torch.arange(int(lengths.max()))
     real = columns < lengths[:, None]
@@ -142,7 +140,7 @@ def _padded(cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
 
 @implements("attention", "reference")
 def reference_attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[N, H, D]`` BF16 and an empty tensor in the log-sum-exp's place: the backward computes it again."""
+    """Output ``[N, H, D]`` BF16 and an empty log-sum-exp: the backward recomputes it."""
     index, real, lengths = _padded(cu_seqlens)
     positions = torch.arange(index.shape[1]).expand_as(index)
     out = _attend_in_pieces(q[index], cache_form(k)[index], cache_form(v)[index], positions, lengths, scale)
@@ -151,7 +149,7 @@ def reference_attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> t
 
 @implements("attention_backward", "reference")
 def reference_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
-    """Gradients by FP32 recomputation; the grids are straight-through."""
+    """Gradients by FP32 recomputation, straight through the rounding to grids."""
     index, real, _ = _padded(cu_seqlens)
     group = q.shape[1] // k.shape[1]
     gathered = [x[index].float().transpose(1, 2) for x in (q, k, v, grad_out)]
@@ -220,12 +218,12 @@ def flash_attention_backward(
 
 
 def fake_attention(q, k, v, cu_seqlens, max_seqlen, scale):
-    """Of :func:`attention` on a GPU: output and log-sum-exp."""
+    """Output and log-sum-exp of :func:`attention` on a GPU, for tracing."""
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 def fake_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale):
-    """Of any attention: gradients of the operands."""
+    """Gradients of the operands, for tracing."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -252,12 +250,12 @@ def _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int
 
 
 def _needed(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a backward reads of a forward's results: neither, where it computes the log-sum-exp again."""
+    """The results of a forward that its backward reads: none where it recomputes the log-sum-exp."""
     return (out, lse) if lse.numel() else (lse, lse)
 
 
 class PackedAttention(torch.autograd.Function):
-    """Attention over packed sequences by a forward and a backward with the signatures of the functions above."""
+    """Attention over packed sequences by a forward and a backward with the signatures of the operators above."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
@@ -276,8 +274,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 class _PackedAttentionFP8(torch.autograd.Function):
-    """The same over an FP8 KV cache's keys and values: straight-through; saved of them are FP8 data, or what attention
-    sees."""
+    """The same with keys and values of an FP8 KV cache, saved as FP8 data or dequantized; straight-through gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, keep_fp8: bool):
@@ -294,7 +291,7 @@ class _PackedAttentionFP8(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out: torch.Tensor):
-        # Asked for once: under activation checkpointing each time is another forward.
+        # Read once: under activation checkpointing each read is another forward.
         q, *saved, out, lse = ctx.saved_tensors
         k, v = saved if len(saved) == 2 else dequantize_kv(QuantizedKV(*saved))
         gradients = _attention_backward(grad_out, q, k, v, *kept(ctx), out, lse, ctx.max_seqlen, ctx.scale)
@@ -336,28 +333,26 @@ def attention_fp8(
     *,
     keep_fp8: bool = True,
 ) -> torch.Tensor:
-    """:func:`attention` to keys and values as an FP8 KV cache gives them, which is what is kept for the gradients.
-
-    Gradients of ``k`` and ``v`` are straight-through. Result, errors and all other arguments as there.
+    """:func:`attention` to keys and values as an FP8 KV cache returns them, with straight-through gradients.
 
     Args:
-        keep_fp8: whether keys and values wait for their backward as FP8 data, half the bytes of BF16. Not to, saves
-            writing the data and dequantizing them in backward. Without a gradient nothing is kept. Same bits in either.
+        keep_fp8: whether keys and values are saved for the backward as FP8 data, half the bytes of BF16, at the cost of
+            writing and dequantizing it. The bits are the same.
     """
     _check(q, k, v)
     return _PackedAttentionFP8.apply(q, k, v, cu_seqlens, max_seqlen, scale, keep_fp8 and torch.is_grad_enabled())
 
 
 def _attend_to_pages(q, read: Callable, block_size: int, cu_queries, lengths, block_table, scale) -> torch.Tensor:
-    """Attention of each request's newest tokens; ``read(blocks, longest)`` gives keys and values ``[R, longest, Hkv,
-    D]`` of requests whose first tokens lie in ``blocks`` ``[R, blocks]``."""
+    """Attention of each request's newest tokens; ``read(blocks, longest)`` returns keys and values ``[R, longest, Hkv,
+    D]`` of requests with the cache blocks ``blocks [R, blocks]``."""
     out = torch.empty_like(q)
-    fresh = cu_queries.diff()
+    new_tokens = cu_queries.diff()
     # Requests with the same number of new tokens go together: all decodes are one call.
-    for count in fresh.unique().tolist():
+    for count in new_tokens.unique().tolist():
         if not count:
             continue
-        rows = (fresh == count).nonzero().squeeze(1)
+        rows = (new_tokens == count).nonzero().squeeze(1)
         in_cache = lengths[rows].long()
         longest = int(in_cache.max())
         keys, values = read(block_table[rows, : -(-longest // block_size)].long(), longest)
@@ -372,7 +367,7 @@ def reference_paged_attention(q, key_cache, value_cache, cu_queries, lengths, bl
     """As :func:`paged_attention`."""
 
     def read(blocks: torch.Tensor, longest: int) -> list[torch.Tensor]:
-        # Cut first where one block is enough: the copy is what a decode step costs.
+        # Cut before the copy, which is the time of a decode step, where one block is enough.
         caches = (key_cache[:, :, :longest], value_cache[:, :, :longest])
         return [cache[blocks].transpose(2, 3).flatten(1, 2)[:, :longest] for cache in caches]
 
@@ -395,19 +390,6 @@ def reference_paged_attention_fp8(q, cache, cu_queries, lengths, block_table, sc
     " Tensor block_table, float scale) -> Tensor",
     fake=lambda q, *_: torch.empty_like(q),
 )
-def _paged_attention(q, *call) -> torch.Tensor:
-    return lookup("paged_attention", q.device)(q, *call)
-
-
-@operator(
-    "paged_attention_fp8(Tensor q, Tensor cache, Tensor cu_queries, Tensor lengths, Tensor block_table, float scale)"
-    " -> Tensor",
-    fake=lambda q, *_: torch.empty_like(q),
-)
-def _paged_attention_fp8(q, *call) -> torch.Tensor:
-    return lookup("paged_attention_fp8", q.device)(q, *call)
-
-
 def paged_attention(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -422,9 +404,8 @@ def paged_attention(
     On a GPU the rollout reaches the same kernel through vLLM's own FlashAttention backend (rollout/attention.py).
 
     Args:
-        q: ``[N, H, D]`` BF16, the requests' new tokens one request after another.
-        key_cache, value_cache: ``[blocks, Hkv, block size, D]`` BF16, filled with :func:`cache_form` tensors, the new
-            tokens' own included.
+        q: ``[N, H, D]`` BF16, the new tokens of one request after another.
+        key_cache, value_cache: ``[blocks, Hkv, block size, D]`` BF16 in :func:`cache_form`, with the new tokens.
         cu_queries: ``[R + 1]`` first query of each request and, last, ``N``. lengths: ``[R]`` tokens in each cache.
         block_table: ``[R, most blocks]`` cache blocks of each request in order.
 
@@ -433,9 +414,15 @@ def paged_attention(
     """
     require_bf16("paged_attention", q=q, key_cache=key_cache, value_cache=value_cache)
     check_head_dim(q.shape[-1])
-    return _paged_attention(q, key_cache, value_cache, cu_queries, lengths, block_table, scale)
+    run = lookup("paged_attention", q.device)
+    return run(q, key_cache, value_cache, cu_queries, lengths, block_table, scale)
 
 
+@operator(
+    "paged_attention_fp8(Tensor q, Tensor cache, Tensor cu_queries, Tensor lengths, Tensor block_table, float scale)"
+    " -> Tensor",
+    fake=lambda q, *_: torch.empty_like(q),
+)
 def paged_attention_fp8(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -447,4 +434,4 @@ def paged_attention_fp8(
     """:func:`paged_attention` over an FP8 KV cache ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py)."""
     require_bf16("paged_attention_fp8", q=q)
     check_head_dim(q.shape[-1])
-    return _paged_attention_fp8(q, cache, cu_queries, lengths, block_table, scale)
+    return lookup("paged_attention_fp8", q.device)(q, cache, cu_queries, lengths, block_table, scale)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """64-bit sums of the 128x128 blocks of one-byte matrices, for the contract check (formats/sums.py).
 
-One launch for all live parameters: a table holds where each matrix begins, and each program finds its block by
-bisection. Sums are integers modulo 2^64, so the order does not matter.
+One launch for all live parameters: each program finds its block by bisection in a table of the matrices. Sums are
+integers modulo 2^64, so the order does not matter.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ def reference_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tens
     """As :func:`block_sums`, one matrix at a time."""
     constants, sums = constants.view(1, BLOCK, 1, _WORDS), []
     for matrix in matrices:
-        # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words otherwise.
+        # contiguous(): a row-parallel shard's slice of columns cannot be viewed as 64-bit words.
         words = matrix.contiguous().view(torch.int64).view(-1, BLOCK, matrix.shape[1] // BLOCK, _WORDS)
         sums.append((words * constants).sum(dim=(1, 3)).view(-1))
     return torch.cat(sums)
@@ -70,7 +70,7 @@ def reference_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tens
 @lru_cache(maxsize=8)
 def _table(places: tuple[tuple[int, int, int], ...], device: torch.device) -> torch.Tensor:
     """Cached: live parameters stay in place from sync to sync."""
-    # From unpinned memory: the driver has read it when the call returns, without a wait for the stream.
+    # From unpinned memory: the driver has read it when the call returns, without waiting for the stream.
     return torch.tensor(places, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
 
 
@@ -100,7 +100,19 @@ def _fake(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Te
 
 
 @operator("block_sums(Tensor[] matrices, Tensor constants) -> Tensor", fake=_fake)
-def _block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+def block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
+    """Sums of the 128x128 blocks of matrices, their bytes as 64-bit words times ``constants``, modulo 2^64.
+
+    Args:
+        matrices: at least one, ``[N, K]`` of one byte per element, N and K multiples of 128, on one device.
+        constants: ``[2048]`` int64, one for each word of a block, row by row.
+
+    Returns:
+        int64 ``[blocks]``: blocks of the first matrix, row by row, then of the next.
+
+    Raises:
+        ValueError: a matrix of another type or shape.
+    """
     for matrix in matrices:
         if matrix.ndim != 2 or matrix.itemsize != 1 or matrix.shape[0] % BLOCK or matrix.shape[1] % BLOCK:
             raise ValueError(
@@ -108,19 +120,3 @@ def _block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> to
                 f"multiples of {BLOCK}"
             )
     return lookup("block_sums", constants.device)(matrices, constants)
-
-
-def block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
-    """Sums of the 128x128 blocks of matrices, their bytes as 64-bit words times ``constants``, modulo 2^64.
-
-    Args:
-        matrices: at least one, ``[N, K]`` of one byte an element, N and K multiples of 128, on one device.
-        constants: ``[2048]`` int64, one for each word of a block, row by row.
-
-    Returns:
-        int64 ``[blocks]``: blocks of the first matrix, row by row, then of the next.
-
-    Raises:
-        ValueError: a matrix of another form.
-    """
-    return _block_sums(list(matrices), constants)

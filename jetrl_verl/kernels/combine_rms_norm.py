@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sum of a token's experts' rows, residual addition and RMSNorm in one launch, for a rollout.
-
-In every bit :func:`combine` followed by :func:`add_rms_norm` or ``add_rms_norm_quantize_1x128``. On a GPU it is the
-norm's kernel, which adds the rows where it would load their sum.
-"""
+"""Sum of a token's rows of experts, residual addition and RMSNorm in one launch of the norm's kernel, for a rollout.
+The bits are those of :func:`combine` and :func:`add_rms_norm` or ``add_rms_norm_quantize_1x128``."""
 
 import torch
 
@@ -30,13 +27,7 @@ def reference_combine_add_rms_norm(
 
 @implements("combine_add_rms_norm_quantize_1x128", "reference")
 def reference_combine_add_rms_norm_quantize_1x128(
-    y: torch.Tensor,
-    row: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
+    y, row, residual, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """The two operations one after the other."""
     x = reference.combine(y, row)
@@ -47,20 +38,14 @@ def reference_combine_add_rms_norm_quantize_1x128(
 def triton_combine_add_rms_norm(
     y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_combine_add_rms_norm`; one read of each row that a token has."""
+    """As :func:`reference_combine_add_rms_norm`."""
     normed, total, _, _ = launch_rms_norm(y, residual, weight, eps, None, True, row)
     return normed, total
 
 
 @implements("combine_add_rms_norm_quantize_1x128", "triton")
 def triton_combine_add_rms_norm_quantize_1x128(
-    y: torch.Tensor,
-    row: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
+    y, row, residual, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """As :func:`reference_combine_add_rms_norm_quantize_1x128`."""
     normed, total, _, quantized = launch_rms_norm(y, residual, weight, eps, rule, with_normed, row)
@@ -89,15 +74,9 @@ def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
     fake=_fake_quantize,
 )
 def _combine_add_rms_norm_quantize(
-    y: torch.Tensor,
-    row: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
+    y, row, residual, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-    """Normalized rows, or an empty tensor unless asked for, the residual sum, 1x128 qdata of the former."""
+    """Normalized rows (empty without ``with_normed``), the residual sum, 1x128 qdata of the rows."""
     _check("combine_add_rms_norm_quantize_1x128", y, row, residual, weight)
     run = lookup("combine_add_rms_norm_quantize_1x128", y.device)
     normed, total, quantized = run(y, row, residual, weight, eps, rule, with_normed)
@@ -118,7 +97,7 @@ def combine_add_rms_norm(
         residual: ``[T, H]`` BF16. weight: ``[H]``. eps: added to the mean of squares.
 
     Returns:
-        (normalized, residual sum rounded to BF16), each ``[T, H]`` BF16.
+        (normalized, residual sum rounded to BF16), both ``[T, H]`` BF16.
 
     Raises:
         TypeError: ``y`` or ``residual`` is not BF16. ValueError: shapes that do not fit.
@@ -142,10 +121,10 @@ def combine_add_rms_norm_quantize_1x128(
 
     Args:
         y: ``[R, H]`` BF16, H a multiple of 128. row: ``[T, k]`` int32. residual: ``[T, H]`` BF16. weight: ``[H]``.
-        rule: scale rule, ``"fp32"`` or ``"pow2"``. with_normed: whether the normalized rows are wanted in BF16 too.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``. with_normed: whether to return the normalized rows in BF16 too.
 
     Returns:
-        (FP8 data ``[T, H]`` and scales ``[T, H/128]`` of the normalized rows, as source these rows in BF16 or None;
+        (FP8 data ``[T, H]`` and scales ``[T, H/128]`` of the normalized rows, ``source`` these rows in BF16 or None;
         residual sum rounded to BF16).
 
     Raises:

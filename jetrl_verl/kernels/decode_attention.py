@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout's attention over its KV cache: one new token per request (decode), or several (prompts and chunks).
+"""A rollout's attention over its KV cache, with the bits of attention.py: one new token per request (decode) or more.
 
-The bits are those of attention.py. Decode on Hopper runs csrc/sm90_decode_attention*.cu over FP8 or vLLM's BF16 pages,
-in the order of FlashAttention 3 with ``num_splits=1``; with few requests several thread blocks share one. Without the
-library FlashAttention 3 runs on dequantized tokens, slower and in no CUDA graph. Chunks of an FP8 cache always do.
+Decode on Hopper runs csrc/sm90_decode_attention*.cu over FP8 or vLLM's BF16 pages. Without the library, and for chunks
+of an FP8 cache, FlashAttention 3 runs on dequantized tokens, slower and in no CUDA graph.
 """
 
 import torch
@@ -18,25 +17,24 @@ from jetrl_verl.kernels.sizes import multiprocessors
 from jetrl_verl.reference.kv_cache import UNIT_BYTES, UNIT_TOKENS
 
 MOST_QUERY_HEADS = 8
-"""Query heads of a KV head that the native kernel computes at once: the width of a tensor core's operand."""
+"""Most query heads per KV head of the native kernel: the width of a tensor core's operand."""
 
 CLUSTERS = (1, 2, 4, 8)
 """Thread blocks that can share a request and KV head."""
 
 MOST_PAIRS_OF_BF16 = 2048
-"""Most pairs of a request and a KV head with which decode steps over a BF16 cache run the native kernel, not
-FlashAttention 3. Above, both wait for memory alone (docs/log.md). A CUDA graph cannot choose by lengths."""
-
+"""Up to this many pairs of a request and a KV head decode steps over a BF16 cache run the native kernel, above it
+FlashAttention 3: both are bound by memory there (docs/log.md). A CUDA graph cannot choose by lengths."""
 
 _EIGHT = native.ALIGNMENT // 2
 """BF16 elements of one 16-byte copy."""
 
 
 def choose_cluster(pairs: int, multiprocessors: int) -> int:
-    """Thread blocks for each of these pairs of a request and a KV head, independent of lengths for CUDA graphs.
+    """Thread blocks per pair of a request and a KV head, independent of lengths for CUDA graphs.
 
-    Two as long as a multiprocessor has at most two blocks. More only where each block has a multiprocessor, since all
-    blocks of a cluster repeat the softmax. The launch checks that clusters of four or eight fit at once.
+    Two if at most two blocks share a multiprocessor, more only if each block has one: all blocks of a cluster repeat
+    the softmax. The launch checks that clusters of four or eight fit at once.
     """
     fits = [c for c in CLUSTERS if pairs * c <= multiprocessors * (2 if c <= 2 else 1)]
     return max(fits, default=1)
@@ -109,7 +107,7 @@ def native_supports_decode_attention(q, cache, lengths, block_table, scale: floa
 
 
 def _launch_native(q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None) -> None:
-    """:func:`native_decode_attention` of a call that it supports."""
+    """:func:`native_decode_attention` without checks."""
     cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
     native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
 
@@ -118,7 +116,7 @@ def _launch_native(q, cache, lengths, block_table, scale: float, out, *, plan: n
 def native_decode_attention(
     q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
-    """As :func:`decode_attention`; ``plan``: its cluster instead of the choice, for tests and benchmarks."""
+    """As :func:`decode_attention`; ``plan``: its cluster instead of the choice by shape, for tests and benchmarks."""
     if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
         raise ValueError(_refused("decode_attention", q=q, cache=cache, lengths=lengths, table=block_table, out=out))
     _launch_native(q, cache, lengths, block_table, scale, out, plan=plan)
@@ -139,7 +137,7 @@ def flash_decode_attention_bf16(q, keys, values, lengths, block_table, scale: fl
 
 
 def _form_suits_bf16(heads: int, kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> bool:
-    """What the native kernel asks of a BF16 cache before there is one."""
+    """Whether the native kernel supports a BF16 cache of this form."""
     pages = dtype == torch.bfloat16 and head_dim == HEAD_DIM and page_size > 0 and page_size % UNIT_TOKENS == 0
     return native.unavailable() is None and pages and _heads_suit(heads, kv_heads)
 
@@ -173,15 +171,14 @@ def _are_few(requests: int, kv_heads: int) -> bool:
 
 
 def native_is_best_for_decode_attention_bf16(q, keys, *call) -> bool:
-    """Whether the native kernel computes this call, and is chosen over FlashAttention 3: by shape alone, since a CUDA
-    graph keeps the choice."""
+    """Whether the native kernel is chosen over FlashAttention 3; by shape alone, as a CUDA graph keeps the choice."""
     return _are_few(len(q), keys.shape[2]) and native_supports_decode_attention_bf16(q, keys, *call)
 
 
 def _launch_native_bf16(
     q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
-    """:func:`native_decode_attention_bf16` of a call that it supports."""
+    """:func:`native_decode_attention_bf16` without checks."""
     cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
     native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
 
@@ -246,9 +243,8 @@ def decode_attention(
     """Attention of one new token of each request to its cache, the token's own key and value included; no gradient.
 
     Args:
-        q: ``[R, H, 128]`` BF16. cache: uint8 ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py), ``Hkv`` dividing
-            ``H``.
-        lengths: int32 ``[R]`` tokens of each request; the result of a request of 0 is zero or anything.
+        q: ``[R, H, 128]`` BF16. cache: uint8 ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py).
+        lengths: int32 ``[R]`` tokens of each request; the result of a request of 0 is undefined.
         block_table: int32 ``[R, most pages]``, rows contiguous. scale: factor of the scores.
         out: ``[R, H, 128]`` BF16 to write to.
 
@@ -278,9 +274,7 @@ def decode_attention_bf16(
     """:func:`decode_attention` over a BF16 cache.
 
     Args:
-        keys, values: BF16 ``[pages, page size, Hkv, 128]``, parts of one tensor or not; what lies behind a request's
-            tokens may be anything.
-        q, lengths, block_table, scale, out: as there.
+        keys, values: BF16 ``[pages, page size, Hkv, 128]``, arbitrary after a request's tokens.
 
     Returns:
         ``[R, H, 128]`` BF16: ``out``, where it was given.
@@ -325,7 +319,7 @@ def chunk_attention(
     """Attention of each request's newest tokens to its cache, its own keys and values included; no gradient.
 
     Args:
-        q: ``[N, H, 128]`` BF16, the requests' new tokens one request after another; ``cu_queries`` int32 ``[R + 1]``.
+        q: ``[N, H, 128]`` BF16, the new tokens of one request after another. cu_queries: int32 ``[R + 1]``.
         cache, lengths, block_table, scale, out: as for :func:`decode_attention`, of ``R`` requests.
         most_queries, lengths_list: the most new tokens of one request, and ``lengths`` on the host.
     """

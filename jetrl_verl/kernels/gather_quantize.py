@@ -24,7 +24,7 @@ from jetrl_verl.kernels.results import (
 )
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
-# As quantize_1x128.py's.
+# As in quantize_1x128.py.
 _LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
@@ -67,15 +67,15 @@ def _gather_quantize_kernel(
 def triton_gather_quantize(
     x: torch.Tensor, pair: torch.Tensor, k: int, rule: str
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """As :func:`reference_gather_quantize`; layouts in memory as results.py says."""
+    """As :func:`reference_gather_quantize`; memory layouts as in results.py."""
     pow2, rows, columns = is_pow2(rule), len(pair), x.shape[1]
     rowwise = empty_rowwise(rows, columns, x.device)
     colwise, words = empty_colwise(rows, columns, x.device)
     if rows:
         x = x.contiguous()
-        of_two = words_of(x)
+        x_words = words_of(x)
         _gather_quantize_kernel[(columns // BLOCK, rows // BLOCK)](
-            words_of(x.clone()) if of_two is None else of_two,
+            words_of(x.clone()) if x_words is None else x_words,
             pair,
             rowwise.qdata.view(torch.int16),
             rowwise.scales,

@@ -25,7 +25,7 @@ from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise, require_groups, require_groups_of_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
-# As relayout_128x1.py's: a row's 32 bytes are the smallest piece that memory gives, wherever the row lies.
+# As in relayout_128x1.py: 32 bytes of a row are the smallest access to memory, wherever the row lies.
 _LAUNCH = {"COLUMNS": 32, "num_warps": 1}
 
 
@@ -67,7 +67,7 @@ def _gather_relayout_kernel(
 
 @implements("gather_relayout_128x1", "triton")
 def triton_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
-    """As :func:`reference_gather_relayout`; the qdata are a view with padded rows."""
+    """As :func:`reference_gather_relayout`; qdata is a view of padded rows."""
     pow2, rows, columns = is_pow2(rule), len(pair), x.qdata.shape[1]
     out, words = empty_colwise(rows, columns, x.qdata.device)
     if rows:

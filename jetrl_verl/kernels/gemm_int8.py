@@ -67,13 +67,7 @@ def _gemm_int8_kernel(
 
 
 @implements("gemm_int8", "triton")
-def triton_gemm_int8(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+def triton_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.gemm_int8`."""
     check_int8_gemm_shapes(a, b, bias)
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
@@ -100,13 +94,7 @@ def triton_gemm_int8(
     return out
 
 
-def cutlass_supports_gemm_int8(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> bool:
+def cutlass_supports_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> bool:
     """Whether :func:`cutlass_gemm_int8` accepts this call."""
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     fits = m > 0 and n % 16 == 0 and k % 16 == 0 and a.qdata.is_contiguous() and b.qdata.is_contiguous()
@@ -115,13 +103,7 @@ def cutlass_supports_gemm_int8(
 
 
 @implements("gemm_int8", "vllm_cutlass_int8", supports=cutlass_supports_gemm_int8)
-def cutlass_gemm_int8(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> torch.Tensor:
+def cutlass_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.gemm_int8`; ``ValueError`` for a call that is not supported."""
     check_int8_gemm_shapes(a, b, bias)
     if not cutlass_supports_gemm_int8(a, b, bias=bias, out_dtype=out_dtype):

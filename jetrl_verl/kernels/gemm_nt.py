@@ -190,12 +190,7 @@ def triton_gemm_nt(
 
 
 def native_supports_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
 ) -> bool:
     """Whether :func:`native_gemm_nt` supports this call: rows of qdata start on 16 bytes, rows of the output are
     multiples of 16 bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
@@ -281,12 +276,7 @@ def _refusal(name: str, a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: 
 
 
 def _vllm_cutlass_supports(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
 ) -> bool:
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     # K > 128: with one K block and one N block vLLM's dispatcher would read the scales as per-row scales.
@@ -298,12 +288,7 @@ def _vllm_cutlass_supports(
 
 @implements("gemm_nt_128x128", "vllm_cutlass", supports=_vllm_cutlass_supports)
 def vllm_cutlass_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
 ) -> torch.Tensor:
     """vLLM's CUTLASS kernel, for Hopper without the native library.
 

@@ -67,7 +67,7 @@ def _grouped_gemm_kernel(
     expert, first, stop = _expert_of(tl.program_id(1), start_ptr, experts, LANES, BLOCK_M)
     if expert >= experts:
         return
-    # k is a slice's; each has its rows of the result.
+    # k is that of a slice; each slice has its rows of the result.
     tile_n, rank = tl.program_id(0), tl.program_id(2)
     a_ptr += rank * k
     b_ptr += rank * k * stride_bk
@@ -210,8 +210,8 @@ def _experts_in_one_matrix(b: torch.Tensor) -> bool:
 def native_supports_grouped_gemm_nt(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
 ) -> bool:
-    """Whether :func:`native_grouped_gemm_nt` supports this call: rows of qdata on 16-byte steps, the matrices of the
-    experts parts of one matrix."""
+    """Whether :func:`native_grouped_gemm_nt` supports this call: rows of qdata start on 16 bytes, and the experts are
+    parts of one matrix."""
     (experts, n, k), rows = b.qdata.shape, a.qdata.shape[0]
     if min(rows, experts, n, k) == 0 or not start.is_contiguous():
         return False
@@ -293,8 +293,8 @@ def _scales_in_columns(scales: torch.Tensor) -> bool:
 
 
 def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> bool:
-    """Whether :func:`native_grouped_wgrad` supports this call: rows of qdata on 16-byte steps, scales of a group
-    adjacent, whole groups of tokens."""
+    """Whether :func:`native_grouped_wgrad` supports this call: rows of qdata start on 16 bytes, scales of a group are
+    adjacent, tokens are whole groups."""
     (n, tokens), k, experts = dy.qdata.shape, x.qdata.shape[0], len(start) - 1
     if min(n, k, tokens, experts) <= 0 or tokens % BLOCK or x.qdata.shape[1] != tokens or k % 8:
         return False

@@ -91,7 +91,7 @@ def _scale(byte):
 def _quantize_rows(
     x_ptr, qdata_ptr, scales_ptr, out_ptr, token, head, stride_token, stride_head, row, valid, KEEP: tl.constexpr
 ):
-    # Words of two neighbours, the left one in the lower half.
+    # Words of two neighbors, the left one in the lower half.
     word = tl.arange(0, GROUP // 2)[None, :]
     source = x_ptr.to(tl.pointer_type(tl.int32)) + (token * stride_token + head * stride_head)[:, None] + word
     valid_words = valid[:, None]
@@ -135,7 +135,7 @@ def _is_word_aligned(x: torch.Tensor) -> bool:
 
 
 def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tensor, ...]:
-    """qdata and scales of keys and of values, empty without ``keep``, and what attention sees."""
+    """qdata and scales of keys and of values, empty without ``keep``, and dequantized keys and values."""
     tokens, heads, _ = k.shape
     k, v = (x if _is_word_aligned(x) else x.clone(memory_format=torch.contiguous_format) for x in (k, v))
     kept = tokens if keep else 0
@@ -226,7 +226,7 @@ def _dequantize_kv(key, key_scales, value, value_scales):
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Tensor, torch.Tensor]:
-    """Keys and values as the cache holds them, and what attention sees of them. No autograd: see attention.py.
+    """Keys and values as the cache stores them, and dequantized. No autograd: see attention.py.
 
     Args:
         k, v: ``[T, H, 128]`` BF16, any strides; heads that are not contiguous and on 4 bytes are copied first.
@@ -267,7 +267,7 @@ def dequantize_kv(quantized: QuantizedKV) -> tuple[torch.Tensor, torch.Tensor]:
 
 @implements("write_kv", "reference")
 def reference_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """In place."""
+    """As :func:`write_kv`."""
     reference.write_cache(cache, reference.quantize_heads(k), reference.quantize_heads(v), slots)
 
 
@@ -308,7 +308,7 @@ def write_heads(first, second, unit_ptr, row, stored, UNITS: tl.constexpr, IS_KE
     stored = stored[:, None]
     _write_halves(first, scale, reciprocal, unit_ptr, row, feature, stored, IS_KEY)
     _write_halves(second, scale, reciprocal, unit_ptr, row, GROUP // 2 + feature, stored, IS_KEY)
-    # Masked to the first lane: a store of [R, 1] would be done by one warp.
+    # Masked to the first lane: one warp would do a store of [R, 1].
     lane = tl.arange(0, 32)[None, :]
     scale_ptr = unit_ptr + (_KEY_SCALES if IS_KEY else _VALUE_SCALES) + row + lane
     tl.store(scale_ptr, tl.broadcast_to(exponent, scale_ptr.shape), mask=stored & (lane == 0))

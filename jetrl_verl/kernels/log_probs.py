@@ -159,12 +159,12 @@ def normalize(logits: torch.Tensor, temperature: torch.Tensor) -> Normalized:
     rows, columns = logits.shape
     chunks = ceil_div(columns, CHUNK)
     sizes = (chunks, chunks, 1, 1)
-    made = Normalized(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
+    normalized = Normalized(*(torch.empty((rows, n), dtype=torch.float32, device=logits.device) for n in sizes))
     if rows:
         _chunk_kernel[(rows * chunks,)](
             logits,
             temperature,
-            *made[:2],
+            *normalized[:2],
             rows,
             columns,
             logits.stride(0),
@@ -173,8 +173,8 @@ def normalize(logits: torch.Tensor, temperature: torch.Tensor) -> Normalized:
             ROWS_TOGETHER=ROWS_TOGETHER,
             num_warps=WARPS,
         )
-        _combine_kernel[(rows,)](*made, chunks, LANES=LANES, num_warps=4)
-    return made
+        _combine_kernel[(rows,)](*normalized, chunks, LANES=LANES, num_warps=4)
+    return normalized
 
 
 def log_probs_of(

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""QK norm and rotary in one launch, in every bit :func:`rms_norm` followed by :func:`rotary`.
-
-On a GPU one warp has a head and sums squares in the layout of the norm's kernel (test_fused_for_hopper.py).
-"""
+"""QK norm and rotary in one launch, with the bits of :func:`rms_norm` and :func:`rotary`: one warp per head, which sums
+squares in the layout of the norm's kernel (test_fused_for_hopper.py)."""
 
 import torch
 import triton.language as tl
@@ -23,15 +21,7 @@ Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @implements("norm_rotary", "reference")
-def reference_norm_rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-) -> Results:
+def reference_norm_rotary(q, k, q_weight, k_weight, eps: float, table, positions) -> Results:
     """The two operations one after the other."""
     (q, q_rstd), (k, k_rstd) = reference_rms_norm(q, q_weight, eps), reference_rms_norm(k, k_weight, eps)
     return *reference_rotary(q, k, table, positions, False), q_rstd, k_rstd
@@ -104,16 +94,8 @@ def _norm_rotary_kernel(
 
 
 @implements("norm_rotary", "triton")
-def triton_norm_rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-) -> Results:
-    """As :func:`reference_norm_rotary`; ``D`` is a power of two, heads of a position beyond the table are NaN."""
+def triton_norm_rotary(q, k, q_weight, k_weight, eps: float, table, positions) -> Results:
+    """As :func:`reference_norm_rotary`; ``D`` is a power of two, a position that the table lacks gives NaN."""
     q, k = heads_in_place(q), heads_in_place(k)
     tokens, q_heads, width = q.shape
     k_heads = k.shape[1]
@@ -154,16 +136,8 @@ def _fake(q, k, q_weight, k_weight, eps, table, positions):
     return q.new_empty(q.shape), k.new_empty(k.shape), *rstds
 
 
-def check_norm_rotary(
-    operation: str,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-) -> None:
-    """As :func:`check_rotary`, weights too."""
+def check_norm_rotary(operation: str, q, k, q_weight, k_weight, table, positions) -> None:
+    """As :func:`check_rotary`, also for weights."""
     check_rotary(operation, q, k, table, positions)
     require_shape(operation, "q_weight", q_weight, q.shape[-1:])
     require_shape(operation, "k_weight", k_weight, k.shape[-1:])
@@ -174,15 +148,7 @@ def check_norm_rotary(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
 )
-def _norm_rotary(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    q_weight: torch.Tensor,
-    k_weight: torch.Tensor,
-    eps: float,
-    table: torch.Tensor,
-    positions: torch.Tensor,
-) -> Results:
+def _norm_rotary(q, k, q_weight, k_weight, eps: float, table, positions) -> Results:
     check_norm_rotary("norm_rotary", q, k, q_weight, k_weight, table, positions)
     return lookup("norm_rotary", q.device)(q, k, q_weight, k_weight, eps, table, positions)
 
@@ -224,8 +190,7 @@ def norm_rotary(
         table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
 
     Returns:
-        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU the heads of a token whose position the table
-        lacks are NaN.
+        (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU a position that the table lacks gives NaN.
 
     Raises:
         TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.

@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""QK norm, rotary and the write into the KV cache in one launch: a rollout layer before its attention.
-
-The bits are those of :func:`norm_rotary` and then vLLM's copy into BF16 pages or :func:`write_kv` into FP8 ones. On a
-GPU one warp has a head; it reads a key and sums squares while the slot is loading.
-"""
+"""QK norm, rotary and the write into the KV cache in one launch: a rollout layer before its attention. The bits are
+those of :func:`norm_rotary`, then vLLM's copy into BF16 pages or :func:`write_kv` into FP8 pages."""
 
 import torch
 import triton.language as tl
@@ -145,7 +142,7 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
 def triton_norm_rotary_write(
     q, k, v, q_weight, k_weight, eps: float, table, positions, keys, values, slots
 ) -> torch.Tensor:
-    """As :func:`norm_rotary_write`; ``D`` is a power of two, heads of a position beyond the table are NaN."""
+    """As :func:`norm_rotary_write`; ``D`` is a power of two, a position that the table lacks gives NaN."""
     page, place, head, _ = keys.stride()
     layout = {"BLOCK_SIZE": keys.shape[1], "PAGE": page, "PLACE": place, "HEAD": head, "FP8": False}
     return _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout)
@@ -155,7 +152,7 @@ def triton_norm_rotary_write(
 def triton_norm_rotary_write_fp8(
     q, k, v, q_weight, k_weight, eps: float, table, positions, cache, slots
 ) -> torch.Tensor:
-    """As :func:`norm_rotary_write_fp8`; heads of a position beyond the table are NaN."""
+    """As :func:`norm_rotary_write_fp8`; a position that the table lacks gives NaN."""
     layout = {"BLOCK_SIZE": cache.shape[2] * UNIT_TOKENS, "PAGE": 0, "PLACE": 0, "HEAD": 0, "FP8": True}
     return _launch(q, k, v, q_weight, k_weight, eps, table, positions, cache, cache, slots, layout)
 
@@ -201,13 +198,13 @@ def norm_rotary_write(
         q: ``[N, Hq, D]`` BF16. k, v: ``[N, Hk, D]`` BF16. Each may be a part of a wider tensor.
         q_weight, k_weight: ``[D]``. eps: added to the means of squares.
         table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
-        keys, values: ``[pages, block size, Hk, D]`` BF16, written in place: features contiguous, one set of strides.
-            On the CPU in cache form (:func:`cache_form`).
+        keys, values: ``[pages, block size, Hk, D]`` BF16, written in place (on the CPU in :func:`cache_form`), with the
+            same strides and contiguous features.
         slots: at most ``[N]``, page times block size plus place, all different. Tokens with a negative slot, or without
             one, are not stored.
 
     Returns:
-        ``[N, Hq, D]`` BF16, contiguous. On a GPU the heads of a token whose position the table lacks are NaN.
+        ``[N, Hq, D]`` BF16, contiguous. On a GPU a position that the table lacks gives NaN.
 
     Raises:
         TypeError: an operand is not BF16, or positions are not integers. ValueError: shapes that do not fit.

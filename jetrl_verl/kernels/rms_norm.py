@@ -4,9 +4,8 @@
 
     y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)
 
-FP32 inside, one rounding to BF16 at the end; the residual sum is rounded to BF16 before it is normalized.
-``*_quantize_1x128`` also return the qdata of the result, byte for byte. On a GPU one program has a row in registers;
-all forms are one kernel with compile-time K and tile, so a row is summed in one order whatever the batch.
+FP32 inside, one rounding to BF16 at the end; the residual sum is rounded to BF16 before it is normalized. On a GPU all
+forms are one kernel with compile-time K and tile: one program per row, one order of the sum whatever the batch.
 """
 
 import torch
@@ -109,7 +108,7 @@ def _rms_norm_kernel(
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # loaded before the sum is needed
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
-    if SLOTS:  # of experts' rows, as combine.py adds them
+    if SLOTS:  # rows of experts, added as in combine.py
         tl.debug_barrier()  # else the assembler moves the loads of weight and residual after the sum
         x = sum_of_rows(x_ptr, row_ptr + row * SLOTS, column, mask, K, SLOTS).to(tl.bfloat16)
     else:
@@ -256,7 +255,7 @@ def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[
 def triton_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_add_rms_norm`; one pass over both."""
+    """As :func:`reference_add_rms_norm`."""
     y, total, _, _ = launch_rms_norm(x, residual, weight, eps, None, True)
     return y, total
 
@@ -289,8 +288,8 @@ def triton_rms_norm_backward(
     dx = torch.empty_like(rows)
     tile = next_power_of_2(k)
     at_once = max(_BACKWARD_ELEMENTS // tile, 1)
-    each = ceil_div(ceil_div(count, _BACKWARD_PROGRAMS), at_once) * at_once
-    programs = ceil_div(count, each) if count else 0
+    rows_each = ceil_div(ceil_div(count, _BACKWARD_PROGRAMS), at_once) * at_once
+    programs = ceil_div(count, rows_each) if count else 0
     partial = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     if count:
         _backward_kernel[(programs,)](
@@ -301,7 +300,7 @@ def triton_rms_norm_backward(
             dx,
             partial,
             count,
-            each,
+            rows_each,
             K=k,
             TILE=tile,
             ROWS=at_once,
@@ -329,9 +328,21 @@ def _fake_add(x, residual, weight, eps):
 
 
 @operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake_add)
-def _add_rms_norm(
+def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rms_norm`` of ``x + residual``, for inference; the bits of a trainer's BF16 addition and :func:`rms_norm`.
+
+    Args:
+        x, residual: ``[..., K]`` BF16. weight: ``[K]``.
+
+    Returns:
+        (normalized, ``x + residual`` rounded to BF16), both ``[..., K]`` BF16.
+
+    Raises:
+        TypeError: ``x`` or ``residual`` is not BF16.
+    """
+    require_bf16("add_rms_norm", x=x, residual=residual)
     require_shape("add_rms_norm", "weight", weight, x.shape[-1:])
     require_shape("add_rms_norm", "residual", residual, x.shape)
     return lookup("add_rms_norm", x.device)(x, residual, weight, eps)
@@ -412,7 +423,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the rows of ``x``; differentiable in ``x`` and ``weight``.
+    """Normalize the rows of ``x``; differentiable in ``x`` and ``weight``.
 
     Args:
         x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read in place. weight: ``[K]``.
@@ -430,24 +441,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _rms_norm(x, weight, eps)[0]
 
 
-def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rms_norm`` of ``x + residual``, for inference: what a trainer gets from BF16 addition and :func:`rms_norm`.
-
-    Args:
-        x, residual: ``[..., K]`` BF16. weight: ``[K]``.
-
-    Returns:
-        (normalized, ``x + residual`` rounded to BF16), each ``[..., K]`` BF16.
-
-    Raises:
-        TypeError: ``x`` or ``residual`` is not BF16.
-    """
-    require_bf16("add_rms_norm", x=x, residual=residual)
-    return _add_rms_norm(x, residual, weight, eps)
-
-
 def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> QuantizedTensor:
     """:func:`rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable in ``x`` and ``weight``.
 
@@ -456,8 +449,8 @@ def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, r
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the normalized rows, M their number, and as source
-        these rows ``[..., K]`` BF16.
+        FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the M normalized rows; ``source`` is these rows
+        ``[..., K]`` BF16.
 
     Raises:
         TypeError: ``x`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.
@@ -483,8 +476,8 @@ def add_rms_norm_quantize_1x128(
         with_normed: whether to return the normalized rows in BF16 too.
 
     Returns:
-        (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalized rows, as source these rows ``[..., K]`` BF16 or
-        None; ``x + residual`` rounded to BF16).
+        (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalized rows, ``source`` these rows ``[..., K]`` BF16
+        or None; ``x + residual`` rounded to BF16).
 
     Raises:
         TypeError: ``x`` or ``residual`` is not BF16. ValueError: K is not a multiple of 128, an unknown rule.

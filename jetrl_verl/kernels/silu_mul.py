@@ -3,8 +3,7 @@
 """``silu(gate) * up``, the activation of a gated MLP: FP32 inside, one rounding to BF16.
 
 ``*_quantize`` also quantize the result for the next FP8 linears, byte for byte as the quantizers do. On the CPU
-``silu`` of a BF16 value is a table (reproducible.py). On a GPU the result is elementwise; with a colwise result a
-128x128 tile holds whole groups in both directions (``store_both`` in device/e4m3.py).
+``silu`` of a BF16 value is a table.
 """
 
 from functools import cache
@@ -45,7 +44,7 @@ Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
 @cache
 def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """silu and its derivative in FP32, by the 16 bits of a BF16 value read as an unsigned number."""
+    """silu and its derivative in FP32, indexed by the 16 bits of a BF16 value."""
     bits = torch.arange(2**16, dtype=torch.int32, device="cpu")
     gate = (bits << 16).view(torch.float32).double()
     sigmoid = torch.sigmoid(gate)
@@ -115,14 +114,14 @@ _LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
 @jit
 def product_of(gate, up):
-    """``silu(gate) * up`` in BF16 of BF16 tiles."""
+    """``silu(gate) * up`` in BF16 for BF16 tiles."""
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate)) * up).to(tl.bfloat16)
 
 
 @jit
 def gradients_of(dy, gate, up):
-    """Gradients of gate and up in BF16, of BF16 tiles."""
+    """Gradients of gate and up in BF16 for BF16 tiles."""
     dy, gate, up = dy.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -185,7 +184,7 @@ def _words(low, high):
 
 @jit
 def _product_words(gate, up):
-    """``silu(gate) * up`` of words of two BF16 numbers."""
+    """``silu(gate) * up`` for words of two BF16 numbers."""
     return _words(product_of(low_half(gate), low_half(up)), product_of(high_half(gate), high_half(up)))
 
 
@@ -218,7 +217,7 @@ def _silu_mul_quantize_both_kernel(
 
 @jit
 def _gradient_words(dy, gate, up):
-    """Words of the gradients of gate and up."""
+    """Words of the gradients of gate and up, from words of two BF16 numbers."""
     dgate_low, dup_low = gradients_of(low_half(dy), low_half(gate), low_half(up))
     dgate_high, dup_high = gradients_of(high_half(dy), high_half(gate), high_half(up))
     return _words(dgate_low, dgate_high), _words(dup_low, dup_high)
@@ -260,7 +259,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def _words_of(rows: torch.Tensor) -> torch.Tensor:
-    """BF16 rows as int32 words of two neighbours; a copy only where rows start at odd elements."""
+    """BF16 rows as int32 words of two neighbors; copied only where rows start at odd elements."""
     if rows.stride(0) % 2 or rows.storage_offset() % 2 or rows.data_ptr() % 4:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.int32)
@@ -354,9 +353,7 @@ def triton_silu_mul_quantize(
 
 
 @implements("silu_mul_backward_quantize", "triton")
-def triton_silu_mul_backward_quantize(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
-) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+def triton_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
     """1x128 and 128x1 qdata of the gradient of gate, then of up."""
     pow2 = is_pow2(rule)
     count, k = rows_of(gate).shape
@@ -387,11 +384,8 @@ def triton_silu_mul_backward_quantize(
 # --- native -----------------------------------------------------------------------------------------------------------
 
 
-def native_supports_silu_mul_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str = "fp32"
-) -> bool:
-    """Whether :func:`native_silu_mul_backward_quantize` accepts these: rows in whole groups of 128 that start on 16
-    bytes."""
+def native_supports_silu_mul_backward(dy, gate, up, rule: str = "fp32") -> bool:
+    """Whether :func:`native_silu_mul_backward_quantize` accepts these: whole groups of 128, rows start on 16 bytes."""
     (rows, k), operands = dy.shape, (dy, gate, up)
     fits = rows <= native.MOST_COLUMNS and k < native.MOST and max(x.stride(0) for x in operands) < native.MOST
     whole = min(rows, k) > 0 and k % BLOCK == 0
@@ -400,11 +394,7 @@ def native_supports_silu_mul_backward(
 
 @implements("silu_mul_backward_quantize", "native", supports=native_supports_silu_mul_backward)
 def native_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
-    """As :func:`reference_silu_mul_backward_quantize`.
-
-    Raises:
-        ValueError: operands that are not supported (:func:`native_supports_silu_mul_backward`), or an unknown ``rule``.
-    """
+    """As :func:`reference_silu_mul_backward_quantize`. ValueError: unsupported operands, or an unknown ``rule``."""
     check_rule(rule)
     if not native_supports_silu_mul_backward(dy, gate, up):
         raise ValueError(
@@ -530,8 +520,8 @@ def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> 
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
 
     Returns:
-        FP8 data ``[M, I]`` E4M3 and scales ``[M, I/128]`` FP32 of the product, M the number of rows, and as source the
-        product ``[..., I]`` BF16.
+        FP8 data ``[M, I]`` E4M3 and scales ``[M, I/128]`` FP32 of the M rows of the product; ``source`` is the product
+        ``[..., I]`` BF16.
 
     Raises:
         TypeError: an operand is not BF16. ValueError: I is not a multiple of 128, an unknown rule.
@@ -557,7 +547,7 @@ def silu_mul_quantize(
         with_product: whether to return the product in BF16 too. with_colwise: whether to return colwise qdata too.
 
     Returns:
-        (``kernels.quantize_1x128`` of the product as ``[M, I]``, as source the product ``[..., I]`` BF16 or None;
+        (``kernels.quantize_1x128`` of the product as ``[M, I]``, ``source`` the product ``[..., I]`` BF16 or None;
         ``kernels.quantize_128x1`` of it or None).
 
     Raises:
@@ -570,9 +560,7 @@ def silu_mul_quantize(
     return rowwise, colwise if with_colwise else None
 
 
-def silu_mul_backward_quantize(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str
-) -> tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]:
+def silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
     """FP8 data of the BF16 gradients of :func:`silu_mul`, in both layouts that the backward of a linear reads.
 
     Args:

@@ -45,13 +45,6 @@ def _fake(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @operator("sum_of_ranks(Tensor[] parts) -> Tensor", fake=_fake)
-def _sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    for rank, part in enumerate(parts):
-        require_bf16("sum_of_ranks", **{f"parts[{rank}]": part})
-        require_shape("sum_of_ranks", f"parts[{rank}]", part, parts[0].shape)
-    return lookup("sum_of_ranks", parts[0].device)(parts)
-
-
 def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once.
 
@@ -64,4 +57,7 @@ def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         TypeError: a part that is not BF16. ValueError: parts of different shapes.
     """
-    return _sum_of_ranks(list(parts))
+    for rank, part in enumerate(parts):
+        require_bf16("sum_of_ranks", **{f"parts[{rank}]": part})
+        require_shape("sum_of_ranks", f"parts[{rank}]", part, parts[0].shape)
+    return lookup("sum_of_ranks", parts[0].device)(parts)

@@ -2,21 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real verl on a machine without a GPU: the ``cpu`` platform, opt-in through ``VERL_PLATFORM=cpu``.
 
-verl 0.9.1 has a platform registry but no CPU entry. This module adds one, so that the v1 trainer, Ray, FSDP2 on gloo
-and the CPU build of vLLM run unchanged, which is what the demo and the end-to-end tests of this project use. It is
-never chosen by accident: without the variable nothing here is imported, since the head node of a GPU cluster must stay
-``nvidia``.
+verl 0.9.1 has a platform registry and no CPU entry. With this one the v1 trainer, Ray, FSDP2 on gloo and vLLM's CPU
+build run unchanged; the demo and the end-to-end tests use it. Without the variable nothing here is imported: the head
+node of a GPU cluster stays ``nvidia``.
 
-What has to be different, each with its reason:
-
-* the process group: see patches/process_group_on_cpu.py;
-* FSDP: see patches/fsdp_on_cpu.py;
-* engine selection: FSDP engines are registered for ``cuda`` and ``npu``; ``VERL_ENGINE_DEVICE=cuda`` selects them;
-* Ray: verl asks for the resource ``GPU``; a run without one declares it through ``ray_kwargs.ray_init.num_gpus``;
-* vLLM's CPU build: see patches/reloadable_weights_on_cpu.py and patches/fork_on_cpu.py;
-* device bookkeeping that torch has for accelerators only (memory statistics, IPC) answers with its neutral value.
-
-Gone when verl ships a CPU platform of its own (no upstream issue asks for one so far).
+* the process group: patches/process_group_on_cpu.py; FSDP: patches/fsdp_on_cpu.py;
+* FSDP engines are registered for ``cuda`` and ``npu``; ``VERL_ENGINE_DEVICE=cuda`` selects them;
+* verl asks Ray for the resource ``GPU``; a run declares it through ``ray_kwargs.ray_init.num_gpus``;
+* vLLM's CPU build: patches/reloadable_weights_on_cpu.py and patches/fork_on_cpu.py;
+* calls that torch has for accelerators only (memory statistics, IPC) return neutral values.
 """
 
 import os
@@ -150,14 +144,14 @@ def _build_platform_class() -> type:
 
 
 def _let_fsdp1_broadcast_from_the_cpu() -> None:
-    """FSDP1 broadcasts rank 0's parameters and refuses those of a CPU, since NCCL could not; gloo can."""
+    """FSDP1 refuses to broadcast rank 0's parameters from a CPU, since NCCL cannot; gloo can."""
     from torch.distributed.fsdp import _init_utils
 
     _init_utils._check_module_states_for_sync_module_states = lambda module_states: None
 
 
 def install() -> None:
-    """Register the platform and change what stands in its way; called once from the plugin when the variable is set."""
+    """Register the platform and apply its patches; called once from the plugin when the variable is set."""
     from verl.plugin.platform import PlatformRegistry
 
     PlatformRegistry.register(platform="cpu")(_build_platform_class())

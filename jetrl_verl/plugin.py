@@ -1,14 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of ``verl.plugins``: what makes the bare flag ``precision=jet_fp8`` known to stock verl.
+"""Entry point of ``verl.plugins``: makes ``precision=`` known to stock verl.
 
-verl loads this module at the end of ``verl/__init__.py``, in every process that imports verl: the driver, each Ray
-actor, each vLLM worker. So it imports nothing and does cheap things only: it asks to be called when Hydra is imported
-(verl itself imports Hydra only where it composes or instantiates a config) and when the modules are that every
-precision patches, or that need our attention's name, and it installs the CPU platform where it was asked for.
-
-verl logs a plugin that fails to load at DEBUG only. A flag that then does nothing, or a worker that trains in BF16,
-would be the worst outcome, so a failure here is announced on stderr before it is raised.
+verl loads this module in every process that imports verl: driver, Ray actors, vLLM workers. So it imports nothing and
+only registers callbacks: for the import of Hydra and of the modules that every precision patches. verl logs a plugin
+that fails to load at DEBUG only, and a worker could train in BF16 without a word, so a failure is printed on stderr
+before it is raised.
 """
 
 import functools
@@ -26,8 +23,8 @@ PATCHED_FOR_EVERY_PRECISION = {
     "verl.workers.rollout.vllm_rollout.vllm_async_server": "generation",
     "vllm.v1.engine.output_processor": "generation",
 }
-"""Modules of verl and vLLM that get other functions, baselines included, and the module of patches/: faster ones with
-equal results, ones that differ for ``attn_implementation=jetrl_varlen`` alone, and a socket that no other run has."""
+"""Modules of verl and vLLM that are patched under every precision, baselines included, and the module of patches/:
+faster functions with equal results, ``attn_implementation=jetrl_varlen``, and a socket of the run's own."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 

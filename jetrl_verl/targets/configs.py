@@ -1,14 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine and rollout configs as ``_target_`` of a precision group names them.
+"""verl's engine and rollout configs, as a precision's ``_target_`` names them; verl builds them in every worker.
 
-verl instantiates them wherever it would have built its own, in the driver and in every worker, so they are where our
-code enters a worker process:
-
-* ``JetWorkerEngineConfig`` imports ``jetrl_verl.train.engine``, which registers the FSDP engine that swaps the linears;
-* ``JetRolloutConfig`` adds the arguments that make vLLM use our quantization method and weight receiver. It adds them
-  when it is built, not in YAML, because a key that exists in the composed config collides with a user's
-  ``+key=value``.
+``JetWorkerEngineConfig`` imports the engine, which registers itself. ``JetRolloutConfig`` adds vLLM's arguments when it
+is built, not in YAML, because a key of the composed config collides with a user's ``+key=value``.
 """
 
 import importlib
@@ -44,8 +39,7 @@ class JetWorkerEngineConfig(JetFSDPEngineConfig):
 
 
 def _register_engine() -> None:
-    # Only the processes of a worker group build engines, and verl marks them with RANK. The driver and the task runner
-    # read the same config to validate it and need not pay for importing vLLM.
+    # Only processes of a worker group build engines; verl sets RANK there. Elsewhere importing vLLM would cost seconds.
     if "RANK" in os.environ:
         importlib.import_module("jetrl_verl.train.engine")
 

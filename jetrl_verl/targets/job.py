@@ -30,6 +30,6 @@ class JetCallback(Callback):
         except Exception as error:
             traceback.print_exc()
             sys.exit(
-                f"jetrl_verl: the checks before the job failed themselves ({type(error).__name__}: {error}); report "
+                f"jetrl_verl: the checks before the job failed ({type(error).__name__}: {error}); report "
                 "the traceback above, or use precision=bf16."
             )

@@ -233,23 +233,13 @@ def test_a_mixture_of_experts_is_checked(model_folder):
         "and linear layers are in int8. Set precision=jet_fp8, fp8_rollout or bf16."
     )
     assert "mlp.experts.down_proj has shards of shape [256, 64]" in refusal(check_model, folder, EXACT, 4, True)
-    dense_layers = str(model_folder(**MIXTURE, mlp_only_layers=[0]))
-    assert "some of its layers have a dense MLP" in refusal(check_model, dense_layers, EXACT, 1, True)
-    shared_expert = str(model_folder(**MIXTURE, shared_expert_intermediate_size=256))
-    assert "class has a shared expert (shared_expert_intermediate_size)" in refusal(
-        check_model, shared_expert, EXACT, 1, True
-    )
-    assert "9 of 8 experts a token make no mixture" in refusal(
-        check_model, str(model_folder(**(MIXTURE | dict(num_experts_per_tok=9)))), EXACT, 1, True
-    )
 
 
 @pytest.mark.parametrize("key", REPLICAS)
 def test_a_mixture_over_the_replicas_of_one_server_is_refused(model_folder, key):
-    folder = str(model_folder(**MIXTURE))
-    check_replicas(folder, key, 1)
     check_replicas(str(model_folder()), key, 2)
     folder = str(model_folder(**MIXTURE))
+    check_replicas(folder, key, 1)
     assert refusal(check_replicas, folder, key, 2) == (
         f"the mixture of experts {folder} is not supported with {key}=2: vLLM deals experts over the replicas of one "
         f"server, and here they are whole on every rank. Set it to 1, which starts a server for each replica."
@@ -393,6 +383,6 @@ def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
     installed = []
     monkeypatch.setattr(workers, "install", lambda *arguments: installed.append(arguments))
     monkeypatch.setattr(environment, "check_environment", fail)
-    with pytest.raises(SystemExit, match=r"the checks before the job failed themselves \(ZeroDivisionError: heads\)"):
+    with pytest.raises(SystemExit, match=r"the checks before the job failed \(ZeroDivisionError: heads\)"):
         JetCallback().on_job_start(OmegaConf.create({"jetrl": node}))
     assert installed == [(JetConfig(**node),)]

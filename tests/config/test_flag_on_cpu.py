@@ -15,7 +15,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import PRECISIONS
+from jetrl_verl.config import PRECISIONS, JetConfig
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.support.table import stock_because
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
@@ -93,48 +93,26 @@ def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
 )
 def test_what_each_precision_says(compose, precision, train, rollout, operations):
     config = compose(f"precision={precision}", ONE_GPU)
-    assert OmegaConf.to_container(config.jetrl) == {
-        "precision": precision,
-        "train": train,
-        "rollout": rollout,
-        "scale_rule": "fp32",
-        "backward": "fp8",
-        "unfit_layers": "stop",
-        "ref": "bf16",
-        "critic": "bf16",
-        "contract_check": True,
-        "metrics": True,
-        "operations": operations,
-        "int8_scales": "sync",
-        "clip": "fixed",
-        "clip_interval": 20,
-        "old_log_probs": "compute",
-        "kv_cache": "bf16",
-        "gathered": "pass",
-        "correction": "fixed",
-        "correction_scale": 0.001,
-        "invariant_scaling": 1.0,
-    }
+    assert JetConfig.from_node(config.jetrl) == JetConfig(precision, train, rollout, operations=operations)
+    assert config.jetrl.keys() == JetConfig.__dataclass_fields__.keys()
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
 
 
-def test_fp8_rollout_differs_from_stock_jet_fp8_in_the_trainer_alone(compose):
-    stock = "jetrl.operations=stock"
-    rollout, both = (OmegaConf.to_container(compose(f"precision={name}", stock)) for name in ("fp8_rollout", "jet_fp8"))
-    assert rollout["jetrl"].pop("train") == "bf16"
-    assert both["jetrl"].pop("train") == "fp8"
-    del rollout["jetrl"]["precision"], both["jetrl"]["precision"]
-    assert rollout == both
-
-
-def test_jet_fp8_exact_differs_from_jet_fp8_in_the_operations_alone(compose):
-    jet, exact = (
-        OmegaConf.to_container(compose(f"precision={name}", ONE_GPU)) for name in ("jet_fp8", "jet_fp8_exact")
-    )
-    assert jet["jetrl"].pop("operations") == "stock"
-    assert exact["jetrl"].pop("operations") == "shared"
-    del jet["jetrl"]["precision"], exact["jetrl"]["precision"]
-    assert jet == exact
+@pytest.mark.parametrize(
+    ("precisions", "option", "overrides"),
+    [
+        (("fp8_rollout", "jet_fp8"), "train", ["jetrl.operations=stock"]),
+        (("jet_fp8", "jet_fp8_exact"), "operations", [ONE_GPU]),
+        (("fp8_rollout", "int8_rollout"), "rollout", []),
+        (("fp8_rollout_tis", "int8_rollout_tis"), "rollout", []),
+        (("qurl_fp8", "qurl_int8"), "rollout", []),
+    ],
+)
+def test_two_precisions_differ_in_one_option(compose, precisions, option, overrides):
+    first, second = (OmegaConf.to_container(compose(f"precision={name}", *overrides)) for name in precisions)
+    assert first["jetrl"].pop(option) != second["jetrl"].pop(option)
+    assert (first["jetrl"].pop("precision"), second["jetrl"].pop("precision")) == precisions
+    assert first == second
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

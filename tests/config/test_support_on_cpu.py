@@ -272,6 +272,10 @@ def test_no_sentence_of_what_is_not_supported_stands_outside_of_the_table():
             assert "not supported with" not in text, f"{path}: {text}"
 
 
+WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
+"""Arguments of ``refusal``; None stands for ``**words``."""
+
+
 def test_code_asks_rows_that_exist_and_each_row_of_a_worker_or_a_command_is_asked():
     names, asked = {tried.name for tried in TABLE}, set()
     assert len(names) == len(TABLE)
@@ -282,6 +286,8 @@ def test_code_asks_rows_that_exist_and_each_row_of_a_worker_or_a_command_is_aske
             if place is not None and path.parent.name != "support":
                 assert len(call.args) > place, f"{path}:{call.lineno} names no row"
                 asked |= {node.value for node in [call.args[place]] if isinstance(node, ast.Constant)}
+                if place == 0:
+                    assert {keyword.arg for keyword in call.keywords} <= WORDS, f"{path}:{call.lineno}"
     assert asked <= names
     by_value = {tried.name for tried in WORKER_ROWS if tried.name not in asked}
     assert by_value == set() and {tried.name for tried in COMMAND_ROWS} <= asked

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the end-to-end tests share: the demo's policy, warmed up once and cached beside the demo's outputs."""
+"""What the end-to-end tests share: the demo's policy, warmed up once and cached with the demo's outputs."""
 
 import os
 from pathlib import Path
@@ -17,9 +17,9 @@ CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 def policy() -> cache.Prepared:
     """Data and policy; ``policy.folder.parent`` is the cache that a demo finds them in."""
     recipe = cache.Recipe()
-    if (found := cache.find(recipe, CACHE)) is not None:
-        return found
-    # A session of tests has one thread a process; here nothing runs beside it.
+    if (prepared := cache.find(recipe, CACHE)) is not None:
+        return prepared
+    # Tests have one thread per process; the warm-up runs alone and takes all cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:

@@ -1,17 +1,17 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real job of verl, Ray and vLLM on this machine's CPU, as the end-to-end tests start it, and what it left behind."""
+"""Real jobs of verl, Ray and vLLM on this machine's CPU for the end-to-end tests, and their results."""
 
-import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
 from rich.console import Console
 
 from jetrl_verl.tools.demo import cache
-from jetrl_verl.tools.demo.run import DemoOptions, run_demo
+from jetrl_verl.tools.demo.run import DemoOptions, baseline_series, run_demo
+from jetrl_verl.tools.report import MISMATCH, load_run
 
 SYNC = re.compile(
     r"jetrl weight sync: loaded in ([\d.]+) s, contract of (\d+) quantized and (\d+) BF16 tensors held in ([\d.]+) s, "
@@ -21,11 +21,12 @@ SYNC = re.compile(
 
 @dataclass(frozen=True)
 class Run:
-    """What a finished run left behind."""
+    """Results of a finished run. ``baseline``: k3_kl of ``fp8_rollout`` on its policies, by step."""
 
     metrics: list[dict]
     syncs: list[tuple[str, ...]]
     log: str
+    baseline: dict[int, float] = field(default_factory=dict)
 
     def mean(self, name: str) -> float:
         return fmean(self.steps(name))
@@ -34,8 +35,16 @@ class Run:
         return [step[name] for step in self.metrics if name in step]
 
 
-def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overrides: str, kind: str = "dense") -> Run:
-    """A run of the demo without held-out accuracy and without baseline. ``kind``: of ``policy``."""
+def train(
+    policy: cache.Prepared,
+    precision: str,
+    out: Path,
+    steps: int,
+    *overrides: str,
+    kind: str = "dense",
+    baseline: bool = False,
+) -> Run:
+    """A run of the demo without held-out accuracy. ``kind``: of ``policy``."""
     fixed = (
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
@@ -45,11 +54,12 @@ def train(policy: cache.Prepared, precision: str, out: Path, steps: int, *overri
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=128",
     )
     options = DemoOptions(
-        precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides), baseline=False
+        precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides), baseline=baseline
     )
     status = run_demo(options, Console(width=160))
     (folder,) = out.iterdir()
     log = (folder / "run.log").read_text()
     assert status == 0, log[-3000:]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return Run([line["data"] for line in lines if "rollout_corr/k3_kl" in line["data"]], SYNC.findall(log), log)
+    metrics = [data for _, data in load_run(folder).records if MISMATCH in data]
+    series = baseline_series(folder)
+    return Run(metrics, SYNC.findall(log), log, dict(zip(series.steps, series.values)) if series else {})

@@ -37,7 +37,7 @@ def check(run: Run, quantized: int) -> None:
 
 
 def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mismatch(policy, tmp_path):
-    """The one of these jobs that runs with every ``make test``: it has the most options in it."""
+    """The one of these jobs that is not slow: it has the most options, and the baseline of the demo."""
     run = train(
         policy,
         "jet_fp8_exact",
@@ -50,8 +50,10 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
         f"{REF}.strategy=fsdp2",  # under FSDP1 a reference is offloaded to pinned memory, which takes a GPU's driver
         *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
+        baseline=True,
     )
     check(run, LINEARS)
+    assert list(run.baseline) == [1, 2] and all(0 < k3_kl < 0.01 for k3_kl in run.baseline.values())
     assert "14 linear layers of the actor quantized (scale rule pow2, backward bf16)" in run.log
     assert "14 linear layers of the ref quantized" in run.log
     for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):

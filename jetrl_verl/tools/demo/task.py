@@ -33,7 +33,7 @@ class TaskConfig:
     (held out). ``digits`` is the length of both numbers; ``a+b`` and ``b+a`` are one problem."""
 
     digits: int = 3
-    warmup: int = 8192
+    warmup: int = 16384
     train: int = 4096
     test: int = 256
     seed: int = 7

@@ -24,7 +24,7 @@ def _root() -> None:
 def demo(
     context: typer.Context,
     precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8_exact",
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 8,
+    steps: Annotated[int, typer.Option(help="GRPO steps")] = 20,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",

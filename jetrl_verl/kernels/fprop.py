@@ -12,17 +12,18 @@ from jetrl_verl.kernels.quantize_1x128 import quantize_1x128
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 
 
-def _check(x: torch.Tensor, w_qdata: torch.Tensor) -> None:
+def check_linear(operation: str, x: torch.Tensor, w_qdata: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise ``ValueError`` unless ``x`` is BF16, the weight's qdata is of ``dtype``, and shapes fit."""
     if x.dtype != torch.bfloat16:
-        raise ValueError(f"jetrl::fprop: x is {x.dtype}; activations are quantized from BF16 values, cast it first.")
-    if w_qdata.dtype != FP8_DTYPE:
-        raise ValueError(f"jetrl::fprop: weight qdata is {w_qdata.dtype}, expected {FP8_DTYPE}.")
+        raise ValueError(f"{operation}: x is {x.dtype}; activations are quantized from BF16 values, cast it first.")
+    if w_qdata.dtype != dtype:
+        raise ValueError(f"{operation}: weight qdata is {w_qdata.dtype}, expected {dtype}.")
     if x.shape[-1] != w_qdata.shape[1]:
-        raise ValueError(f"jetrl::fprop: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
+        raise ValueError(f"{operation}: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
 
 
 def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
-    _check(x, w_qdata)
+    check_linear("jetrl::fprop", x, w_qdata, FP8_DTYPE)
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
@@ -57,21 +58,19 @@ def fprop(
     """``Y = X W^T + bias`` with X quantized in 1x128 groups on the way in.
 
     Args:
-        x: ``[..., K]`` BF16.
-        w_qdata: ``[N, K]`` E4M3.
-        w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
+        x: ``[..., K]`` BF16. w_qdata: ``[N, K]`` E4M3. w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
         bias: ``[N]`` or None, added in FP32 before the one rounding.
         rule: scale rule of X, ``"fp32"`` or ``"pow2"``; use the one W was quantized with.
         static_weight: weight and bias were written before the quantizer of X started (``native_gemm_nt``, gemm_nt.py);
-            changes the speed alone.
+            changes the speed only.
 
     Returns:
         ``[..., N]`` BF16.
 
     Raises:
-        ValueError: another type of ``x`` or of the qdata, shapes that do not fit, an unknown rule.
+        ValueError: ``x`` or qdata of another type, shapes that do not fit, an unknown rule.
     """
-    _check(x, w_qdata)
+    check_linear("jetrl::fprop", x, w_qdata, FP8_DTYPE)
     a = quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
     b = QuantizedTensor(w_qdata, w_scales)
     y = gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)

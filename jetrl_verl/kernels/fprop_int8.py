@@ -5,27 +5,15 @@
 import torch
 
 from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.fprop import check_linear
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.quantize_int8 import quantize_int8
 from jetrl_verl.reference import QuantizedTensor
 
 
-def _check(x: torch.Tensor, w_qdata: torch.Tensor) -> None:
-    if x.dtype != torch.bfloat16:
-        raise ValueError(
-            f"jetrl::fprop_int8: x is {x.dtype}; activations are quantized from BF16 values, cast it first."
-        )
-    if w_qdata.dtype != torch.int8:
-        raise ValueError(f"jetrl::fprop_int8: weight qdata is {w_qdata.dtype}, expected torch.int8.")
-    if x.shape[-1] != w_qdata.shape[1]:
-        raise ValueError(f"jetrl::fprop_int8: x {tuple(x.shape)} does not fit the weight {tuple(w_qdata.shape)}.")
-
-
-def _fprop_int8_fake(
-    x: torch.Tensor, w_qdata: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    _check(x, w_qdata)
+def _fprop_int8_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
+    check_linear("jetrl::fprop_int8", x, w_qdata, torch.int8)
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
@@ -44,9 +32,9 @@ def fprop_int8(
         ``[..., N]`` BF16.
 
     Raises:
-        ValueError: another type of ``x`` or of the qdata, shapes that do not fit.
+        ValueError: ``x`` or qdata of another type, shapes that do not fit.
     """
-    _check(x, w_qdata)
+    check_linear("jetrl::fprop_int8", x, w_qdata, torch.int8)
     a = quantize_int8(x.reshape(-1, x.shape[-1]))
     y = gemm_int8(a, QuantizedTensor(w_qdata, w_scales), bias=bias)
     return y.reshape(*x.shape[:-1], w_qdata.shape[0])

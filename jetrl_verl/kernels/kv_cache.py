@@ -104,8 +104,8 @@ def _quantize_rows(
         pairs = encode_two(low_half(words), high_half(words), reciprocal[:, None], scale[:, None], True)
         tl.store(qdata_ptr.to(tl.pointer_type(tl.int16)) + target, pairs, mask=valid_words)
         tl.store(scales_ptr + row, exponent, mask=valid)
-    seen = round_halves(words, least_anchor(scale, bits)[:, None])
-    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + target, seen, mask=valid_words)
+    dequantized = round_halves(words, least_anchor(scale, bits)[:, None])
+    tl.store(out_ptr.to(tl.pointer_type(tl.int32)) + target, dequantized, mask=valid_words)
 
 
 @jit(do_not_specialize=["rows"])
@@ -238,8 +238,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
         TypeError: an operand is not BF16. ValueError: heads that are not of 128, or two shapes.
     """
     _check_heads("quantize_kv", k, v)
-    *quantized, k_seen, v_seen = _quantize_kv(k, v)
-    return QuantizedKV(*quantized), k_seen, v_seen
+    *quantized, k_out, v_out = _quantize_kv(k, v)
+    return QuantizedKV(*quantized), k_out, v_out
 
 
 @operator("quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv)
@@ -353,10 +353,6 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
 
 
 @operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None)
-def _write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    lookup("write_kv", k.device)(k, v, cache, slots)
-
-
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Quantize tokens into a rollout's pages, in place.
 
@@ -368,7 +364,7 @@ def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch
     require_bf16("write_kv", k=k, v=v)
     check_cache("write_kv", cache)
     count = len(slots)
-    _write_kv(k[:count], v[:count], cache, slots)
+    lookup("write_kv", k.device)(k[:count], v[:count], cache, slots)
 
 
 @implements("read_kv", "reference")

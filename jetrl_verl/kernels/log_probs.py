@@ -126,15 +126,15 @@ def _combine_kernel(chunk_highest_ptr, chunk_sums_ptr, highest_ptr, log_sum_ptr,
     tl.store(log_sum_ptr + row, tl.log(tl.sum(sums, axis=0)))
 
 
-@jit(do_not_specialize=["stride", "row_of_tokens", "next_token", "asked", "count"])
+@jit(do_not_specialize=["stride", "row_of_tokens", "next_token", "per_row", "count"])
 def _pick_kernel(
     logits_ptr, tokens_ptr, temperature_ptr, highest_ptr, log_sum_ptr, out_ptr,
-    stride, row_of_tokens, next_token, asked, count, PICKED: tl.constexpr,
+    stride, row_of_tokens, next_token, per_row, count, PICKED: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * PICKED + tl.arange(0, PICKED)
     mask = place < count
-    row = place // asked
-    token = tl.load(tokens_ptr + row * row_of_tokens + place % asked * next_token, mask=mask, other=0)
+    row = place // per_row
+    token = tl.load(tokens_ptr + row * row_of_tokens + place % per_row * next_token, mask=mask, other=0)
     x = tl.load(logits_ptr + row * stride + token, mask=mask, other=0.0)
     scaled = tl.div_rn(x, tl.load(temperature_ptr + row, mask=mask, other=1.0))
     highest = tl.load(highest_ptr + row, mask=mask, other=0.0)

@@ -184,17 +184,7 @@ def flash_attention_3(
 
 
 @implements("attention_backward", "flash_attention_3")
-def flash_attention_backward(
-    grad_out: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def flash_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
     """Gradients of q, k and v by torch's FlashAttention backward."""
     # Without dropout the random state is not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)

@@ -270,18 +270,10 @@ def native_grouped_gemm_nt_of_ranks(
 
 @implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
 def native_grouped_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    start: torch.Tensor,
-    align: int = 1,
-    *,
-    plan: native.Plan | None = None,
-    static_weight: bool = False,
-    static_segments: bool = False,
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, **options
 ) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt`; as :func:`native_grouped_gemm_nt_of_ranks` with one rank."""
-    call = {"plan": plan, "static_weight": static_weight, "static_segments": static_segments}
-    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, **call)[0]
+    """See :func:`grouped_gemm_nt`; ``options`` of :func:`native_grouped_gemm_nt_of_ranks`, which it is for one rank."""
+    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, **options)[0]
 
 
 def _scales_in_columns(scales: torch.Tensor) -> bool:
@@ -308,7 +300,7 @@ def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start
 def native_grouped_wgrad(
     dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan | None = None
 ) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.grouped_wgrad`; ``plan`` as in :func:`native_grouped_gemm_nt`.
+    """As :func:`jetrl_verl.reference.grouped_wgrad`; ``plan`` as in :func:`native_grouped_gemm_nt_of_ranks`.
 
     Raises:
         ValueError: a call that is not supported (:func:`native_supports_grouped_wgrad`).

@@ -60,15 +60,7 @@ def flash_attention_3(
 
 
 def flash_attention_3_chunks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_queries: torch.Tensor,
-    cu_lengths: torch.Tensor,
-    most_queries: int,
-    longest: int,
-    scale: float,
-    out: torch.Tensor,
+    q, k, v, cu_queries, cu_lengths, most_queries: int, longest: int, scale: float, out: torch.Tensor
 ) -> None:
     """:func:`flash_attention_3` of the last queries of sequences, into ``out`` ``[N, H, D]``.
 
@@ -89,15 +81,7 @@ def flash_attention_3_chunks(
     )
 
 
-def flash_attention_3_pages(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    block_table: torch.Tensor,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
+def flash_attention_3_pages(q, keys, values, lengths, block_table, scale: float, out: torch.Tensor) -> None:
     """:func:`flash_attention_3` for one token per request; arguments of ``kernels.decode_attention_bf16``."""
     _flash_attention_3(
         q,

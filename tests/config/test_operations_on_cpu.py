@@ -108,21 +108,12 @@ def test_what_only_parts_the_last_bits_does_not_stand_against_shared(hopper, run
     assert run(settings)[0] == run(settings, "shared")[0] == "shared"
 
 
-def test_a_cpu_a_hidden_gpu_and_another_gpu_make_auto_stock(hopper, run, model, monkeypatch):
+def test_another_gpu_and_a_cpu_make_auto_stock(hopper, run, model, monkeypatch):
     settings = {f"{MODEL}.path": model()}
     hopper((9, 0), (8, 9))
-    assert (
-        "since GPU 1, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: Flash"
-        in run(settings)[1]
-    )
-    hopper((10, 0))
-    assert "since GPU 0, A GPU, of compute capability 10.0, is not supported with" in run(settings)[1]
+    words = "since GPU 1, A GPU, of compute capability 8.9, is not supported with jetrl.operations=shared: Flash"
+    assert words in run(settings)[1]
     hopper((9, 0))
-    monkeypatch.setattr(environment, "find_spec", lambda name: None)
-    assert "since the installed vLLM, which comes without FlashAttention 3, is not supported with" in run(settings)[1]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    operations, said = run(settings)
-    assert operations == "stock" and "this driver sees no GPU" in said and "Set jetrl.operations=shared if" in said
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert "since the shared operations are slow on a CPU" in run(settings)[1]
     assert run(settings, "shared") == ("shared", "")  # slow, not impossible
@@ -162,11 +153,7 @@ def test_overrides_that_no_operation_reads_change_nothing(hopper, run, model):
     assert run(settings)[0] == "shared"
 
 
-def test_a_model_that_cannot_be_read_makes_auto_stock(hopper, run):
-    assert (
-        "the configuration of the model hdfs://m cannot be read from here. Set jetrl.operations=shared if"
-        in run({f"{MODEL}.path": "hdfs://m"})[1]
-    )
+def test_a_model_that_is_missing_makes_auto_stock(hopper, run):
     assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 

@@ -19,7 +19,7 @@ def install_in_trainer() -> None:
 
 
 def install_in_actor() -> None:
-    """Register the hook of verl's policy losses in an actor's process; idempotent."""
+    """Register the hook of the policy losses that verl's ``ppo_loss`` calls, in an actor; idempotent."""
     wrap_policy_losses("clipped shares", _with_clipped_shares)
 
 

@@ -24,7 +24,7 @@ REACHES = (
     "vllm.v1.attention.backend:CommonAttentionMetadata",
     "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadata",
 )
-"""Argument and result of ``build``; scripts/reach.py watches them."""
+"""Argument and result (a ``FlashAttentionMetadata``) of ``build``; scripts/reach.py watches them."""
 
 
 class SharedFlashAttention(FlashAttentionImpl):

@@ -2,14 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases of a parametrized test that only ``make test-all`` runs."""
 
+import itertools
 from collections.abc import Iterable
 
 import pytest
+
+from jetrl_verl.reference import SCALE_RULES
 
 
 def slow(*values):
     """One case, of one or several parameters."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def one_rule_fast(cases: Iterable) -> list:
+    """Each of ``cases`` with both scale rules, the rules taking turns to be the fast one."""
+    pairs = [(case, rules) for case, rules in zip(cases, itertools.cycle([SCALE_RULES, SCALE_RULES[::-1]]))]
+    return [pair for case, (first, second) in pairs for pair in ((case, first), slow(case, second))]
 
 
 def mostly_slow(cases: Iterable, fast: Iterable) -> list:

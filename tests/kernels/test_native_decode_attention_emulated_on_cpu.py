@@ -286,8 +286,8 @@ FAULTS = {
 
 FAULTS_OF_CLUSTERS = {
     "a block leaves while what it sends is read": (
-        "if constexpr (kBlocks > 1) sm90::sync_cluster();  // what this block",
-        "// what this block",
+        "if constexpr (kBlocks > 1) sm90::sync_cluster();  // sends read",
+        "// sends read",
     ),
     "a block's barriers are used before they are": ("  sync_cluster_or_block<kBlocks>();", "  sm90::sync_block();"),
     "a wait for a free place names the wrong phase": ('(lap - 1) & 1, "scores_empty"', 'lap & 1, "scores_empty"'),

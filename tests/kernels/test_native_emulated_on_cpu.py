@@ -428,8 +428,8 @@ FAULTS = {
     "the decode kernel copies X's scales while the kernel in front may write them": (
         "decode",
         DECODE,
-        "  sm90::wait_for_previous_kernel();  // with",
-        "  // with",
+        "  sm90::wait_for_previous_kernel();  // W's scales",
+        "  // W's scales",
     ),
     "a warp gives a stage back while lanes of it read scales": (
         "fprop",

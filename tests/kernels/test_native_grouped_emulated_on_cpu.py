@@ -357,8 +357,8 @@ FAULTS = {
     "X's scales are copied while the kernel in front may write them": (
         DECODE,
         f"sm90_{DECODE}.cu",
-        "if (!waited) sm90::wait_for_previous_kernel();  // with",
-        "// with",
+        "if (!waited) sm90::wait_for_previous_kernel();  // W's scales",
+        "// W's scales",
     ),
     "segments are read while the kernel in front may write them": (
         DECODE,

@@ -125,7 +125,7 @@ def test_query_heads_of_a_kv_head(emulator, group, cache, cluster, alone):
 
 
 @pytest.mark.parametrize(("cache", "cluster", "alone"), SOME_PLANS)
-@pytest.mark.parametrize("block_size", [16, slow(32), 48, slow(128), 256])
+@pytest.mark.parametrize("block_size", [16, slow(32), 48, slow(128), slow(256)])
 def test_requests_and_pages(emulator, block_size, cache, cluster, alone):
     check(emulator, Case([130, 1, 37], group=2, block_size=block_size, cache=cache), cluster, alone, seed=block_size)
 

@@ -93,8 +93,8 @@ def test_the_worker_refuses_weights_where_a_pass_is_on(receive, name):
         receive(UNCHECKED, 2, name)
     assert str(refused.value) == (
         "contract check: the trainer repeats the sums of the rollout's ranks, but vLLM was started with "
-        f"compilation_config.pass_config.{name}=true; do not override "
-        "rollout.engine_kwargs.vllm.compilation_config.pass_config"
+        f"compilation_config.pass_config.{name}=true. Do not override "
+        "rollout.engine_kwargs.vllm.compilation_config.pass_config."
     )
 
 

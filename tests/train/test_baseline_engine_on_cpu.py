@@ -105,7 +105,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
         with mock.patch.object(logging.getLogger("jetrl_verl.train.engine"), "warning") as warning:
             resumed.load_checkpoint(str(checkpoint), del_local_after_load=False)
         said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-        assert len(said) == warnings and all(f"{checkpoint} keeps no scales of weights" in line for line in said)
+        assert len(said) == warnings and all(f"{checkpoint} has no scales of weights" in line for line in said)
         return sent(resumed)
 
     found = load(warnings=0)

@@ -233,7 +233,7 @@ def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> No
     if rank == 1:
         with torch.no_grad():
             dict(engine.module.named_parameters())[poisoned].to_local()[0, 0] = float("nan")
-    with pytest.raises(NonFiniteWeightError, match=f"{poisoned} of the trainer holds NaN"):
+    with pytest.raises(NonFiniteWeightError, match=f"{poisoned} of the trainer has NaN"):
         sent(engine)
     where = poisoned if rank == 1 else "a weight on another rank"
     with pytest.raises(NonFiniteWeightError, match=f"checkpoint: {where} of the trainer .* so it is not saved"):

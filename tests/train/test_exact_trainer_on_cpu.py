@@ -212,7 +212,7 @@ def test_verl_saves_a_folder_that_stock_hugging_face_loads(one_process_group, cp
     after = loaded.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert loaded(**padded(tokens())).logits.isfinite().all()
-    with pytest.raises(RuntimeError, match="can be saved and not run; load the saved folder"):
+    with pytest.raises(RuntimeError, match="can be saved but not run. Load the saved folder"):
         AutoModelForCausalLM.from_config(model.config)(**packed(tokens()))
 
 

@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The native kernels' own source on a CPU: built with g++ against tests/emulator, called through ctypes.
+"""The native kernels' source on a CPU: built with g++ against tests/emulator, called through ctypes.
 
-`Emulator.run` takes the operands of ``reference.gemm_nt`` and a seed; the seed picks the interleaving of a cluster's
-threads and of its copies in flight. A protocol error (deadlock, surplus arrival, access outside shared memory) raises,
-and so does a race in shared memory, whatever the interleaving.
+A seed chooses the interleaving of threads and copies; deadlocks, stray accesses and races in shared memory raise.
 """
 
 import ctypes
@@ -30,10 +28,10 @@ SIGMA = {0.0: 0.5, 64.0: 1.0, -128.0: 0.0}
 
 def compiler() -> str:
     """The C++ compiler's path; without one ``RuntimeError``, since a suite that skips the kernels would pass unseen."""
-    found = shutil.which("g++") or shutil.which("clang++")
-    if found is None:
+    path = shutil.which("g++") or shutil.which("clang++")
+    if path is None:
         raise RuntimeError("The kernels are not tested without a C++ compiler. Install g++ (apt-get install g++).")
-    return found
+    return path
 
 
 _FLAGS = ["-std=c++17", "-ffp-contract=off", "-fPIC", "-DJETRL_EMULATE", "-Wno-unknown-pragmas"]
@@ -62,7 +60,7 @@ def build(
         flags = ["-O1", STABLE_ABI, f"-DJETRL_OPERATORS={operators}", f"-I{installed / 'include'}"]
         objects.append(_compiled(csrc / "binding.cpp", csrc, flags))
         libraries = [f"-L{installed / 'lib'}", "-ltorch_cpu"]
-    names = "".join(each.name for each in objects)
+    names = "".join(path.name for path in objects)
     return _made(_key(names, libraries) + ".so", ["-shared", *objects, *libraries])
 
 
@@ -124,7 +122,7 @@ class Emulator:
     ) -> None:
         """Write ``A B^T (+ bias)`` to ``out [M, N]``, for ``fprop_of_ranks`` the sum of ``ranks`` products.
 
-        Raises ``RuntimeError`` with the machine's sentence."""
+        Raises ``RuntimeError`` with the emulator's message."""
         failed = self._library.jetrl_run(
             KERNELS[kernel],
             *(a.qdata.shape[0], b.qdata.shape[0], a.qdata.shape[1]),
@@ -157,7 +155,7 @@ class Emulator:
     ) -> None:
         """``grouped_fprop`` or ``grouped_decode``, operands as those of ``reference.grouped_gemm_nt``, to ``out
         [slices * R, N]``, or ``grouped_wgrad``, as ``reference.grouped_wgrad``, to ``out [E * N, K]``; raises as
-        :meth:`run`. A kernel in front writes ``a``, and ``start`` without ``static_segments``."""
+        :meth:`run`. A previous kernel writes ``a``, and ``start`` without ``static_segments``."""
         experts = len(start) - 1
         of_out = _pointer(start), _pointer(out), ctypes.c_int64(out.stride(0))
         plan = block, cluster, multiprocessors, ctypes.c_uint32(seed)
@@ -276,12 +274,12 @@ def operands(m: int, n: int, k: int, b_block_scaled: bool, seed: int = 0) -> tup
     return operand(m, k, m, 2 * seed), operand(n, k, -(-n // BLOCK) if b_block_scaled else n, 2 * seed + 1)
 
 
-def experts_operand(experts: int, n: int, k: int, seed: int, beside: bool) -> QuantizedTensor:
-    """[E, N, K] with scales; experts below each other, or beside each other as a transpose has them."""
+def experts_operand(experts: int, n: int, k: int, seed: int, adjacent: bool) -> QuantizedTensor:
+    """[E, N, K] with scales; experts one after the other, or adjacent within each row, as in a transpose."""
     flat = operand(experts * n, k, experts * n // BLOCK, 2 * seed + 1)
     qdata = flat.qdata.unflatten(0, (experts, n))
     scales = flat.scales.unflatten(0, (experts, n // BLOCK))
-    if beside:
+    if adjacent:
         around = torch.zeros(n, experts * k + 16, dtype=torch.uint8).view(qdata.dtype)
         placed = around[:, : experts * k].unflatten(1, (experts, k)).transpose(0, 1)
         placed.view(torch.uint8).copy_(qdata.view(torch.uint8))

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the native kernels of a mixture's experts, run on a CPU by tests/emulator.
+"""The source of the native grouped GEMMs of experts on the CPU emulator, with segments of any size and place.
 
-As in test_native_emulated_on_cpu.py every sum is exact and must equal a float64 product of each expert. The tests vary
-how many rows an expert has and where they begin.
+As in test_native_emulated_on_cpu.py every sum is exact and must equal each expert's float64 product.
 """
 
 import itertools
@@ -32,7 +31,7 @@ def check(
     *,
     slices: int = 1,
     more=0,
-    beside=False,
+    adjacent=False,
     seed=0,
     **call,
 ):
@@ -40,7 +39,7 @@ def check(
     start = starts(counts)
     used = int(start[-1])
     a = operand(used + more, k, used + more, 2 * seed)
-    b = experts_operand(len(counts), n, k, seed, beside)
+    b = experts_operand(len(counts), n, k, seed, adjacent)
     around = torch.full((slices * (used + more) + 2, n + 16), torch.nan, dtype=torch.bfloat16)
     out = around[1:-1, 8:-8]
     emulator.run_grouped(kernel, a, b, start, out, slices=slices, seed=seed, **call)
@@ -48,8 +47,8 @@ def check(
         of_slice = out[number * (used + more) :]
         for expert, count in enumerate(counts):
             rows = slice(int(start[expert]), int(start[expert]) + count)
-            mine = QuantizedTensor(x.qdata[rows], x.scales[rows])
-            want = product(mine, QuantizedTensor(w.qdata[expert], w.scales[expert]), True)
+            x_rows = QuantizedTensor(x.qdata[rows], x.scales[rows])
+            want = product(x_rows, QuantizedTensor(w.qdata[expert], w.scales[expert]), True)
             assert torch.equal(of_slice[rows], want.bfloat16()), (number, expert)
     assert around.isnan().sum() == around.numel() - slices * used * n
 
@@ -65,14 +64,14 @@ RAGGED = [3, 0, 130, 0, 0, 17, 128, 1, 0]
 )
 def test_fprop_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, cluster, seed):
     plan = {"block": block, "cluster": cluster, "multiprocessors": 2}
-    check(emulator, "grouped_fprop", RAGGED, 384, 384, more=5, beside=seed == 1, seed=seed, **plan)
+    check(emulator, "grouped_fprop", RAGGED, 384, 384, more=5, adjacent=seed == 1, seed=seed, **plan)
 
 
 @pytest.mark.parametrize("seed", [0, 1, slow(2)])
 @pytest.mark.parametrize("block", [32, 64, 128])
 def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator, block, seed):
     """Three K blocks leave half a stage past K. Where experts lie next to each other, K of the next one follows."""
-    plan = {"block": block, "beside": seed == 1, "multiprocessors": 2}
+    plan = {"block": block, "adjacent": seed == 1, "multiprocessors": 2}
     check(emulator, "grouped_decode", RAGGED, 256, 384, more=5, seed=seed, **plan)
 
 
@@ -86,12 +85,12 @@ def test_decode_of_ragged_segments_over_more_tiles_than_multiprocessors(emulator
         *map(slow, (32, 64, 128), [10] * 3),
     ],
 )
-def test_copies_of_w_that_begin_under_the_previous_kernel(emulator, block, blocks):
+def test_copies_of_w_that_start_during_the_previous_kernel(emulator, block, blocks):
     """Fewer K blocks than stages, and more; blocks with several tiles, one and none; slices. The previous kernel writes
     X, and in all other tests here the segments too."""
     case = {"block": block, "static_segments": True, "seed": blocks}
     for multiprocessors in (2, 64):
-        plan = case | {"multiprocessors": multiprocessors, "beside": blocks in (3, 10)}
+        plan = case | {"multiprocessors": multiprocessors, "adjacent": blocks in (3, 10)}
         check(emulator, "grouped_decode", [3, 0, 70, 0, 1], 256, blocks * BLOCK, more=5, **plan)
     check(emulator, "grouped_decode", [5, 9], 128, 2 * blocks * BLOCK, slices=2, **case)
     check(emulator, "grouped_decode", [0, 0], 128, BLOCK, more=4, **case)
@@ -138,16 +137,16 @@ COUNTS = {
 
 @pytest.mark.parametrize("kernel", FORWARD)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=list(COUNTS))
-def test_where_the_rows_may_lie(emulator, counts, kernel):
-    check(emulator, kernel, counts, 128, 256, more=3, beside=len(counts) % 2 == 0, seed=len(counts))
+def test_distributions_of_rows_over_experts(emulator, counts, kernel):
+    check(emulator, kernel, counts, 128, 256, more=3, adjacent=len(counts) % 2 == 0, seed=len(counts))
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
 @pytest.mark.parametrize("blocks", [1, 2, slow(3), 4, 5, slow(6), slow(8), 9])
-def test_the_ring_goes_on_from_tile_to_tile_with_any_number_of_k_blocks(emulator, kernel, blocks):
+def test_the_ring_continues_across_tiles_with_any_number_of_k_blocks(emulator, kernel, blocks):
     """Seven tiles in turn on one multiprocessor, of an expert and of the next."""
     plan = {"block": 128, "cluster": 1, "multiprocessors": 1}
-    check(emulator, kernel, [70, 0, 3, 130, 1], 128, blocks * BLOCK, beside=blocks % 2 == 0, seed=blocks, **plan)
+    check(emulator, kernel, [70, 0, 3, 130, 1], 128, blocks * BLOCK, adjacent=blocks % 2 == 0, seed=blocks, **plan)
 
 
 PLANS = [
@@ -158,23 +157,23 @@ PLANS = [
 
 @pytest.mark.parametrize(("slices", "blocks"), [(2, 3), (3, 2), slow(4, 1)])
 @pytest.mark.parametrize(("kernel", "plan"), PLANS)
-def test_each_slice_of_k_has_a_product_of_its_own(emulator, kernel, plan, slices, blocks):
+def test_each_k_slice_gives_its_own_product(emulator, kernel, plan, slices, blocks):
     """With scales that TMA can and cannot read, experts below and next to each other, and rows after the last segment,
     which lie between the products of two slices."""
     counts, more = ([4, 0, 132], 4) if slices % 2 == 0 else ([3, 0, 130], 0)
     k = slices * blocks * BLOCK
-    check(emulator, kernel, counts, 256, k, slices=slices, more=more, beside=blocks % 2 == 0, seed=slices, **plan)
+    check(emulator, kernel, counts, 256, k, slices=slices, more=more, adjacent=blocks % 2 == 0, seed=slices, **plan)
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
-def test_slices_are_what_the_kernel_chooses_its_plan_for(emulator, kernel):
+def test_the_kernel_chooses_a_plan_for_k_slices(emulator, kernel):
     check(emulator, kernel, [3, 0, 130], 256, 6 * BLOCK, slices=2, multiprocessors=3)
 
 
-def check_no_other_slice(emulator: Emulator, kernel: str, beside: bool = False) -> None:
+def check_no_other_slice(emulator: Emulator, kernel: str, adjacent: bool = False) -> None:
     """X and W of the other slices are NaN. With an odd number of K blocks a slice, half of a stage of two is empty."""
     start, (n, width) = starts([5, 9]), (128, 3 * BLOCK)
-    a, b = operand(14, 3 * width, 14, 0), experts_operand(2, n, 3 * width, 0, beside)
+    a, b = operand(14, 3 * width, 14, 0), experts_operand(2, n, 3 * width, 0, adjacent)
     x, w = k_slices(a, 3)[1], k_slices(b, 3)[1]
     want = [
         product(QuantizedTensor(x.qdata[rows], x.scales[rows]), QuantizedTensor(w.qdata[e], w.scales[e]), True)
@@ -191,14 +190,14 @@ def check_no_other_slice(emulator: Emulator, kernel: str, beside: bool = False) 
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
-@pytest.mark.parametrize("beside", [False, True])
-def test_nothing_of_another_slice_gets_into_a_product(emulator, kernel, beside):
-    check_no_other_slice(emulator, kernel, beside)
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_a_product_reads_its_own_k_slice_alone(emulator, kernel, adjacent):
+    check_no_other_slice(emulator, kernel, adjacent)
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
 @pytest.mark.parametrize("slices", [0, 3, 4])
-def test_slices_that_cut_a_block_are_refused(emulator, kernel, slices):
+def test_slices_that_cut_a_k_block_raise(emulator, kernel, slices):
     a, b = operand(8, 2 * BLOCK, 8, 0), experts_operand(1, BLOCK, 2 * BLOCK, 0, False)
     with pytest.raises(RuntimeError, match="a slice of K must be a multiple of 128; use fewer slices"):
         emulator.run_grouped(kernel, a, b, starts([8]), torch.empty(32, BLOCK).bfloat16(), slices=slices)
@@ -212,7 +211,7 @@ def test_blocks_without_a_tile_end(emulator, kernel, block):
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
-def test_nothing_of_another_expert_gets_into_a_row(emulator, kernel):
+def test_a_row_reads_its_own_expert_alone(emulator, kernel):
     """Weights and rows of the other experts are NaN; odd number of K blocks, experts next to each other."""
     start, (n, k) = starts([5, 9, 3]), (128, 3 * BLOCK)
     a, b = operand(17, k, 17, 0), experts_operand(3, n, k, 0, True)
@@ -227,7 +226,7 @@ def test_nothing_of_another_expert_gets_into_a_row(emulator, kernel):
 
 
 @pytest.mark.parametrize("kernel", FORWARD)
-def test_the_sign_of_a_zero_is_kept(emulator, kernel):
+def test_the_sign_of_zero_is_kept(emulator, kernel):
     """-2^-18 times a scale of 2^-149 rounds to -0; half a stage past K adds nothing to it."""
     a, b = operand(1, BLOCK, 1, 0), experts_operand(2, BLOCK, BLOCK, 0, False)
     a.qdata.view(torch.uint8).zero_()[:, 5] = 0x01
@@ -239,7 +238,7 @@ def test_the_sign_of_a_zero_is_kept(emulator, kernel):
 
 
 @pytest.mark.parametrize(("multiprocessors", "blocks"), [(20, 16), (36, 32), (70, 64)])
-def test_decode_takes_tiles_that_one_round_of_the_experts_hit_needs(emulator, multiprocessors, blocks):
+def test_decode_chooses_tiles_for_one_round_over_the_active_experts(emulator, multiprocessors, blocks):
     """Eight rows go to eight of 128 experts, as one token's do: of 256 columns 128, 64 and 32 a tile, in turn."""
     counts = [int(expert % 16 == 0) for expert in range(128)]
     check(emulator, "grouped_decode", counts, 256, BLOCK, multiprocessors=multiprocessors)
@@ -254,19 +253,19 @@ def test_wgrad_of_any_number_of_groups(emulator, groups, block):
 
 @pytest.mark.parametrize("block", [128, 256])
 @pytest.mark.parametrize("groups", [1, slow(2), 3, 4, 5, 6, 7, slow(8), slow(9)])
-def test_wgrad_ends_anywhere_in_the_ring(emulator, groups, block):
+def test_wgrad_ends_at_any_stage_of_the_ring(emulator, groups, block):
     """Tiles in turn on one multiprocessor; sums of a tile are stored under the first chains of the next."""
     check_wgrad(emulator, [groups, 1, groups], block, 128, block=block, cluster=1, multiprocessors=1, seed=groups)
 
 
 @pytest.mark.parametrize("clusters", [1, 2, slow(3), 5, slow(7)])
-def test_wgrad_goes_over_the_experts_back_and_forth(emulator, clusters):
+def test_wgrad_visits_the_experts_back_and_forth(emulator, clusters):
     """Every tile is computed once, also where the last round is not whole, in both directions."""
     check_wgrad(emulator, [2, 0, 3, 1, 0, 2], 128, 384, block=128, cluster=1, multiprocessors=clusters)
     check_wgrad(emulator, [2, 0, 1], 128, 512, block=128, cluster=2, multiprocessors=2 * clusters)
 
 
-def test_a_plan_without_a_kernel_is_refused(emulator):
+def test_a_plan_without_a_kernel_raises(emulator):
     a, b, out = operand(8, 128, 8, 0), experts_operand(1, 128, 128, 0, False), torch.empty(8, 128).bfloat16()
     for kernel in FORWARD:
         for plan in ({"cluster": 3}, {"block": 48}):
@@ -279,9 +278,8 @@ def test_a_plan_without_a_kernel_is_refused(emulator):
 
 
 FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
-LATE = "        sm90::sync_warp();  // else a late lane may miss the phase\n"
 
-# Fault -> kernel that runs, file, its line, what is planted there.
+# Fault -> kernel that runs, file, its line, replacement.
 FAULTS = {
     "all tiles' places are written to one": (FPROP, "fprop.cuh", "kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
     "rows of the next expert are stored": (FPROP, "fprop.cuh", "of_tile.row + kStoreRows <= of_tile.end", "true"),
@@ -293,12 +291,6 @@ FAULTS = {
     ),
     "the copy engine reads scales from any row on": (FPROP, f"sm90_{FPROP}.cu", "segments.aligned && ", ""),
     "all experts take the scales of the first": (FPROP, "fprop.cuh", "at.expert * p.w_scale_step + ", ""),
-    "all slices take W's scales of the first": (
-        FPROP,
-        "fprop.cuh",
-        " + at.slice * p.k_blocks * p.w_scales.stride_group",
-        "",
-    ),
     "all slices take X's scales of the first": (
         FPROP,
         "fprop.cuh",
@@ -307,18 +299,11 @@ FAULTS = {
     ),
     "all slices are the first": (FPROP, "fprop.cuh", "of_k = at.slice * p.k_blocks + block", "of_k = block"),
     "a slice's product lies where the first's does": (FPROP, "fprop.cuh", "at.slice * p.slice_rows", "0"),
-    "a slice's product ends where the first's does": (FPROP, "fprop.cuh", "above + at.end", "at.end"),
-    "half a stage behind a slice is the next one's X": (
+    "half a stage past a slice is the next one's X": (
         DECODE,
         f"sm90_{DECODE}.cu",
         "block + b < p.k_blocks ? (first_block + block + b) * kGroup : p.x_columns",
         "(first_block + block + b) * kGroup",
-    ),
-    "half a stage behind a slice is the next one's W": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "bool exists = block + b < p.k_blocks",
-        "bool exists = first_block + block + b < p.x_columns / kGroup",
     ),
     "the consumers' tiles are those of one slice": (
         DECODE,
@@ -326,47 +311,21 @@ FAULTS = {
         "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.tiles_n}",
         "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.slice_tiles_n}",
     ),
-    "a slice's scales begin at the first's": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "take_slice(p, at) * p.k_blocks + half",
-        "0 * take_slice(p, at) * p.k_blocks + half",
-    ),
     "a tile is the last expert's": (FPROP, "segments.cuh", "behind <= tile", "behind < tile"),
-    "the tiles in front of 32 experts are forgotten": (DECODE, "segments.cuh", "      behind += before;\n", ""),
-    "the consumers count rows and not rows of tiles": (
-        DECODE,
-        "segments.cuh",
-        "tiles += ceil_div(of.start[e + 1] - of.start[e], kRows);",
-        "tiles += of.start[e + 1] - of.start[e];",
-    ),
-    "a tile's place is read where another one's is": (DECODE, f"sm90_{DECODE}.cu", "16 * first", "0 * first"),
-    "bytes of rows that do not come are expected": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "Shape::kBlocks * bytes_x",
-        "Shape::kStageX",
-    ),
-    "a late lane of the copying warp may miss its phase": (DECODE, f"sm90_{DECODE}.cu", LATE, ""),
-    "X is copied while the kernel in front may write it": (
+    "the tiles before every 32nd expert are not counted": (DECODE, "segments.cuh", "      behind += before;\n", ""),
+    "X is copied while the previous kernel may write it": (
         DECODE,
         f"sm90_{DECODE}.cu",
         "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",
         "    }\n    waited = true;\n    for",
     ),
-    "X's scales are copied while the kernel in front may write them": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "if (!waited) sm90::wait_for_previous_kernel();  // W's scales",
-        "// W's scales",
-    ),
-    "segments are read while the kernel in front may write them": (
+    "segments are read while the previous kernel may write them": (
         DECODE,
         f"sm90_{DECODE}.cu",
         "  if (!p.early) sm90::wait_for_previous_kernel();\n",
         "",
     ),
-    "a block without a tile leaves under the kernel in front": (
+    "a block without a tile leaves before the previous kernel ends": (
         DECODE,
         f"sm90_{DECODE}.cu",
         "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n",
@@ -378,7 +337,6 @@ FAULTS = {
         "if (block >= early) load_w(ring, block);",
         "load_w(ring, block);",
     ),
-    "W's early copies go to one stage": (DECODE, f"sm90_{DECODE}.cu", "        to.advance();\n", ""),
     "sums are stored where the next tile's belong": (
         WGRAD,
         f"sm90_{WGRAD}.cu",
@@ -404,11 +362,10 @@ FAULTS = {
         "p.k, own_lane);\n      sm90::sync_warp();\n",
         "p.k, own_lane);\n",
     ),
-    "a tile goes on with the sums of the one before": (WGRAD, "wgrad.cuh", "kFirst ? 0.0f : old", "old"),
 }
 SAMPLE = (
     "rows of the next expert are stored",
-    "X is copied while the kernel in front may write it",
+    "X is copied while the previous kernel may write it",
     "staging is overwritten before the warp has read it",
 )
 """One fault a kernel that every run plants."""
@@ -420,7 +377,7 @@ def check_early(emulator: Emulator, **plan) -> None:
 
 
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))
-def test_the_emulator_sees_a_planted_fault(fault, tmp_path):
+def test_a_planted_fault_is_detected(fault, tmp_path):
     """The same cases fail on a kernel with one wrong line."""
     kernel, file, line, wrong = FAULTS[fault]
     faulty = plant(tmp_path, f"sm90_{kernel}*", file, line, wrong)

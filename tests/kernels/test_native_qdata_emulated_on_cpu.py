@@ -134,8 +134,6 @@ SILU = "sm90_silu_mul_backward.cu"
 SILU_FAULTS = {
     "a column is read before all rows are there": (SILU, "  sm90::sync_block();\n", ""),
     "a row's maximum misses half of it": (SILU, "mask < 16; mask *= 2) both", "mask < 8; mask *= 2) both"),
-    "a column's maximum misses half of it": (SILU, "mask < 32; mask *= 2) largest", "mask < 16; mask *= 2) largest"),
-    "a chunk is looked for where another row has it": (SILU, "(warp ^ t)", "(warp ^ (t + 1) % 8)"),
     "gradients lie past the end of shared memory": (SILU, "kBytes = 2 * kMatrix;", "kBytes = 2 * kMatrix - 512;"),
     "a row past the end is stored": (SILU, "    if (left > 0) {\n", "    if (left >= 0) {\n"),
 }
@@ -144,7 +142,7 @@ SAMPLE = ("a thread does not wait for its own copies", "a column is read before 
 
 
 @pytest.mark.parametrize("fault", mostly_slow([*FAULTS, *SILU_FAULTS], SAMPLE))
-def test_a_planted_fault_is_found(fault, tmp_path):
+def test_a_planted_fault_is_detected(fault, tmp_path):
     kernel = Path(SILU).stem if fault in SILU_FAULTS else "sm90_relayout_*"
     faulty = plant(tmp_path, kernel, *(FAULTS | SILU_FAULTS)[fault])
     for seed in range(2):

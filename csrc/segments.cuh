@@ -38,22 +38,22 @@ struct SegmentTiles {
       const int expert = first + lane;
       int from = 0, to = 0;
       if (expert < of.experts) from = of.start[expert], to = of.start[expert + 1];
-      int behind = ceil_div(to - from, kRows) * tiles_n;  // tiles up to this expert's last
+      int last = ceil_div(to - from, kRows) * tiles_n;  // tiles up to this expert's last
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
-        const int others = sm90::shuffle_up(behind, step);
-        if (lane >= step) behind += others;
+        const int others = sm90::shuffle_up(last, step);
+        if (lane >= step) last += others;
       }
-      behind += before;
-      const int found = sm90::count_true(behind <= tile);
-      if (found < 32) {
-        const int row = sm90::shuffle(from, found), end = sm90::shuffle(to, found);
-        const int in_expert = tile - sm90::shuffle(behind, found) + ceil_div(end - row, kRows) * tiles_n;
+      last += before;
+      const int passed = sm90::count_true(last <= tile);
+      if (passed < 32) {
+        const int row = sm90::shuffle(from, passed), end = sm90::shuffle(to, passed);
+        const int in_expert = tile - sm90::shuffle(last, passed) + ceil_div(end - row, kRows) * tiles_n;
         const int tile_m = in_expert / tiles_n;
-        at = {first + found, row + tile_m * kRows, end, in_expert - tile_m * tiles_n};
+        at = {first + passed, row + tile_m * kRows, end, in_expert - tile_m * tiles_n};
         return true;
       }
-      before = sm90::shuffle(behind, 31);
+      before = sm90::shuffle(last, 31);
     }
     return false;
   }

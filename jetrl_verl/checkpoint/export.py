@@ -1,19 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trained policy as folders for other engines: BF16 in Hugging Face's layout, block FP8 as stock vLLM reads it.
+"""Exports a trained policy: BF16 in Hugging Face's layout, block FP8 as stock vLLM reads it.
 
-The FP8 folder holds what the rollout held. Its qdata come out of ``quantize_stream``, the function that feeds a weight
-sync, from the same BF16 values, the same plan of layers and the same scale rule, so they are equal byte for byte. Its
-``quantization_config`` is the one that vLLM's ``Fp8Config`` reads: ``fp8``, 128x128 blocks, activations quantized as
-they come, and by name each projection that stays BF16. Its digest is that of the contract check: equal to the ``live
-digest`` that an unsharded rollout logged at its last weight sync, or the folder is not what it sampled from.
+The FP8 qdata come from ``quantize_stream``, which also feeds the weight sync, so every byte is the rollout's.
+The digest is the contract check's: it equals the ``live digest`` that an unsharded rollout logged at its last sync.
 
-Tensors pass one by one. A Hugging Face folder is mapped, not read, and so are the shards of a verl FSDP checkpoint,
-which verl's own model merger puts together; what is written is held one file of a few GiB at a time. A folder appears
-under its name only when it is complete.
+Tensors are streamed: inputs are mapped, and memory holds one output file. Outputs are renamed into place when complete.
 
-Invariant scaling (algorithms/invariant_scaling.py) lies in the master weights. The BF16 folder is exported without it,
-in FP32 before the one rounding; the FP8 folder with it, or its qdata would not be the rollout's.
+Invariant scaling (algorithms/invariant_scaling.py) is part of the master weights. The BF16 folder is exported without
+it, in FP32 before the one rounding; the FP8 folder with it, or its qdata would not be the rollout's.
 """
 
 import contextlib
@@ -79,11 +74,11 @@ class ExportOptions:
         if self.format not in FORMATS:
             raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
         if self.tensor_parallel < 1:
-            raise ExportError(f"--tensor-parallel {self.tensor_parallel} is no number of ranks; use 1 or more.")
+            raise ExportError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; use 1 or more.")
         self.as_jetrl()
 
     def as_jetrl(self) -> JetConfig:
-        """The same as options of a run, which validates them."""
+        """These options as a run's, which validates them."""
         try:
             return JetConfig(
                 precision="jet_fp8",
@@ -98,7 +93,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Exported:
-    """A folder that was written: its weight files, their bytes, how many tensors of it are FP8 qdata, its digest."""
+    """An exported folder: number of weight files, their bytes, number of FP8 tensors, digest."""
 
     folder: Path
     files: int
@@ -109,10 +104,10 @@ class Exported:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is ready to be read, any number of times.
+    """A checkpoint to read, any number of times.
 
     Attributes:
-        source: folder that was found. config_folder: configuration, tokenizer and what else belongs to the model.
+        source: folder with the weights. config_folder: folder with configuration, tokenizer and other files.
         tensors: starts a stream of (Hugging Face name, full tensor).
         masters: whether these are the trainer's FP32 weights, from which invariant scaling can be taken out.
     """
@@ -124,7 +119,7 @@ class Checkpoint:
 
     @property
     def config(self) -> dict[str, Any]:
-        """``config.json`` as it stands in the folder."""
+        """The parsed ``config.json``."""
         try:
             return json.loads((self.config_folder / "config.json").read_text())
         except (OSError, ValueError) as error:
@@ -141,11 +136,11 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
         checkpoint: a verl FSDP checkpoint (its root, ``global_step_N`` or ``global_step_N/actor``) or a Hugging Face
             folder with safetensors.
         out: a folder that does not exist yet, or is empty.
-        options: format, and what decides the qdata.
-        shard_bytes: size of a weight file; also what is held in memory beyond one tensor while writing.
+        options: format, and the run's options that determine the qdata.
+        shard_bytes: size of a weight file, which is also the memory used besides one tensor.
 
     Raises:
-        ExportError: one sentence; nothing is left under ``out`` then.
+        ExportError: one sentence; ``out`` is then unchanged.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists and is not an empty folder; name another one or remove it.")
@@ -199,15 +194,15 @@ def _open(source: Path) -> Checkpoint:
 
 
 def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
-    """Which layers are quantized; refuses what the FP8 flow cannot run, before anything large is read."""
+    """Which layers are quantized. Raises, before anything large is read, if the FP8 flow cannot run the model."""
     from transformers import AutoConfig
 
     folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
     try:
         if folder is source:
-            # The folder is a rollout's alone: what only training asks for (a mixture's shared operations) is not.
-            served = replace(options.as_jetrl(), precision="fp8_rollout", train=formats.UNQUANTIZED)
-            check_model(str(folder.absolute()), served, options.tensor_parallel)
+            # The folder is for a rollout, so training's requirements (a mixture's shared operations) do not apply.
+            rollout = replace(options.as_jetrl(), precision="fp8_rollout", train=formats.UNQUANTIZED)
+            check_model(str(folder.absolute()), rollout, options.tensor_parallel)
         config = AutoConfig.from_pretrained(folder)
         return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
     except UnsupportedConfiguration as error:
@@ -222,7 +217,7 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder, mapped: pages are read as a tensor is used."""
+    """All tensors of a Hugging Face folder, mapped."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
@@ -242,7 +237,7 @@ def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a verl FSDP checkpoint as it was saved, put together from mapped shards."""
+    """All tensors of a verl FSDP checkpoint, merged from mapped shards."""
     try:
         yield from _merged(folder)
     except ExportError:
@@ -251,7 +246,7 @@ def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ExportError(
             f"verl's model merger cannot read {folder} ({reason}); every rank's model_world_size_*_rank_*.pt must be "
-            "there, complete, beside huggingface/."
+            "there, complete, next to huggingface/."
         ) from None
 
 
@@ -284,16 +279,16 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ExportError(
             f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
         )
-    with contextlib.redirect_stdout(io.StringIO()):  # what the merger prints are facts about itself
+    with contextlib.redirect_stdout(io.StringIO()):  # the merger prints its settings
         merger = FSDPModelMerger(
             ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
         )
     count, _ = merger._calculate_shard_configuration(*merger._extract_device_mesh_info(first, world))
     shards = [first, *(shard(rank) for rank in range(1, count))]
     for name in sorted(first):
-        parts = [held[name] for held in shards]
+        parts = [state[name] for state in shards]
         if isinstance(parts[0], DTensor):
-            # The last dimension of the mesh is the one that shards; before it come replicas.
+            # The mesh's last dimension shards; the ones before it replicate.
             yield name, merger._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
         else:
             yield name, merge_non_dtensor_shards(name, parts)
@@ -305,7 +300,7 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 def _write(
     checkpoint: Checkpoint, folder: Path, plans: Mapping[str, LinearPlan], options: ExportOptions, shard_bytes: int
 ) -> Exported:
-    """One output folder; FP8 where ``plans`` says so, all BF16 where it is empty."""
+    """Write one folder: layers of ``plans`` in FP8, the rest in BF16."""
     config = checkpoint.config
     layers, mixture = config.get("num_hidden_layers", 0), _mixture(config)
     weights = checkpoint.tensors()
@@ -320,7 +315,7 @@ def _write(
     files, size, quantized = _save(stream, folder, shard_bytes)
 
     if mixture is not None:
-        # transformers 5 writes another name than the published one, which releases before it read.
+        # transformers 5 writes another name; earlier releases read the published one.
         config.setdefault(mixture.count[0], mixture.number(config))
     config["dtype"] = "bfloat16"
     config.pop("torch_dtype", None)  # the older name of the same key
@@ -337,26 +332,26 @@ def _write(
         if file.is_file() and not is_weight and file.name not in ("config.json", FACTS):
             shutil.copyfile(file, folder / file.name)
     for file in folder.glob("*.safetensors"):
-        shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by their owner alone
+        shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by the owner only
     return Exported(folder, files, size, quantized, digest.value)
 
 
 def _mixture(config: Mapping[str, Any]) -> Experts | None:
-    """Names of a mixture's experts; None for a dense model, and for a type that no family has."""
+    """Names of a mixture's experts; None for a dense model and for an unknown type."""
     return family(config).experts if config.get("model_type") in model_types() else None
 
 
 def one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream with fused experts as published checkpoints have them: each projection of each expert by itself."""
+    """The stream with fused experts split as in published checkpoints: one tensor per expert and projection."""
     gate, up, down = mixture.each
     for name, tensor in weights:
-        found = place(name)
-        if found is None or found.module not in (mixture.gate_up, mixture.down):
+        location = place(name)
+        if location is None or location.module not in (mixture.gate_up, mixture.down):
             yield name, tensor
             continue
         for expert, matrix in enumerate(tensor):
-            prefix = f"{found.layer}.{mixture.module}.{expert}"
-            if found.module == mixture.down:
+            prefix = f"{location.layer}.{mixture.module}.{expert}"
+            if location.module == mixture.down:
                 yield f"{prefix}.{down}.weight", matrix
             else:
                 for projection, half in zip((gate, up), matrix.chunk(2), strict=True):
@@ -364,36 +359,36 @@ def one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) ->
 
 
 def _of_each_expert(plans: Mapping[str, LinearPlan], mixture: Experts) -> dict[str, LinearPlan]:
-    """Plans by the names that :func:`one_by_one` gives; shapes of shards, which nobody reads here, stay fused ones."""
-    found: dict[str, LinearPlan] = {}
+    """Plans by the names of :func:`one_by_one`; shard shapes, unused here, stay those of fused experts."""
+    split: dict[str, LinearPlan] = {}
     gate, up, down = mixture.each
     for suffix, plan in plans.items():
         if plan.experts == 1:
-            found[suffix] = plan
+            split[suffix] = plan
             continue
         of_one = {down: plan.n} if suffix == mixture.down else {gate: plan.n // 2, up: plan.n // 2}
         for expert in range(plan.experts):
             for projection, n in of_one.items():
                 name = f"{mixture.module}.{expert}.{projection}"
-                found[name] = replace(plan, suffix=name, n=n, experts=1)
-    return found
+                split[name] = replace(plan, suffix=name, n=n, experts=1)
+    return split
 
 
 class _Digest:
-    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it of its live parameters."""
+    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it."""
 
     def __init__(self, tied: bool) -> None:
         self.value, self._tied = 0, tied
 
     def of(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pass ``stream`` through and add it up."""
+        """Yield ``stream`` and add up its sums."""
         for name, tensor, completed in with_completed(stream):
             if completed is not None:
                 whole, value = completed
                 if isinstance(value, QuantizedTensor):
                     self._add(formats.of(value.qdata).sums(value))
                 else:
-                    # A tied embedding has two names in the trainer and in the rollout.
+                    # Trainer and rollout count a tied embedding under both of its names.
                     self._add(row_sums(value), times=1 + (self._tied and whole == _EMBEDDING))
             yield name, tensor
 
@@ -404,7 +399,7 @@ class _Digest:
 def _checked(
     weights: Iterable[tuple[str, torch.Tensor]], expected: Iterable[str], plans: Mapping[str, LinearPlan], tied: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream without the second name of a tied embedding; refuses what would become another model than this."""
+    """The stream without the second name of a tied embedding. Raises if tensors do not match ``config.json``."""
     missing = set(expected)
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
@@ -436,9 +431,9 @@ def _checked(
 
 
 def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int, int]:
-    """Write a stream as safetensors of about ``shard_bytes``; returns numbers of files, bytes and FP8 tensors."""
+    """Write a stream as safetensors of about ``shard_bytes``; returns the number of files, bytes and FP8 tensors."""
     shard: dict[str, torch.Tensor] = {}
-    held = size = quantized = 0
+    buffered = size = quantized = 0
     parts: list[list[str]] = []
 
     def flush() -> None:
@@ -447,12 +442,12 @@ def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes
         shard.clear()
 
     for name, tensor in tensors:
-        # FP8 data and their scales stay together: a reader may want both from one file.
-        if shard and held + tensor.nbytes > shard_bytes and not name.endswith(SCALE_SUFFIX):
+        # A weight's FP8 data and scales go into one file.
+        if shard and buffered + tensor.nbytes > shard_bytes and not name.endswith(SCALE_SUFFIX):
             flush()
-            held = 0
+            buffered = 0
         shard[name] = tensor.contiguous()
-        held += tensor.nbytes
+        buffered += tensor.nbytes
         size += tensor.nbytes
         quantized += formats.of(tensor) is not None
     flush()
@@ -470,18 +465,18 @@ def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes
 
 
 def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Console) -> None:
-    """The command: export, and say what was written and how to serve it. Raises ``ExportError``."""
+    """The command: export, then print what was written and how to serve it. Raises ``ExportError``."""
     for exported in export(checkpoint, out, options):
         layers = f", {exported.quantized} layers in FP8" if exported.quantized else ""
         files = f"{exported.files} {'file' if exported.files == 1 else 'files'}"
         _say(console, f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
         if exported.quantized:
-            # A worker of several logs the sum of its own part.
+            # With several workers, each logs the sum of its shard.
             logged = (
                 ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
             )
             _say(console, f"digest {exported.digest:#018x}{logged}")
-            # DeepGEMM, vLLM's first choice, rounds the scales to powers of two at load and the qdata with them.
+            # DeepGEMM, vLLM's default, rounds scales to powers of two at load and requantizes.
             _say(console, f"serve these qdata as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")
 
 

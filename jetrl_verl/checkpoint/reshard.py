@@ -1,28 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An FSDP2 checkpoint of N ranks rewritten for M: weights, moments and schedule, so that a run resumes on other GPUs.
+"""Rewrites an FSDP2 checkpoint of N ranks for M ranks: weights, moments and schedule.
 
-verl writes three files per rank (``model``, ``optim``, ``extra_state``), names them after the number of ranks, and
-reads back only those of its own number. Only the cut depends on that number: FSDP2 cuts each tensor along
-dimension 0 as ``torch.chunk`` does and keeps the piece as the local tensor of a DTensor. So the file of a new rank is
-the file of an old one in which each DTensor holds other rows and stands on a mesh of M ranks; everything
-else (steps, hyperparameters, buffers) is the same on all ranks, which is checked, and kept. The data position
-(``data.pt``) and the Hugging Face folder do not depend on ranks.
+verl writes three files per rank (``model``, ``optim``, ``extra_state``) and names them after the number of ranks. FSDP2
+shards each tensor along dimension 0 as ``torch.chunk`` does. So a new rank's file is an old one whose DTensors have
+other rows and a mesh of M ranks; everything else must be equal on all ranks, which is checked.
 
-- **In place or elsewhere.** File names carry the number of ranks, so both sets live in one folder, and a run of either
-  size resumes from it; old files are never touched. With ``out``, a folder for ``trainer.default_local_dir`` is
-  written. Either way nothing appears under its name before everything has been written.
-- **Memory.** Old files are mapped, once their checksums have been read. Memory holds one new rank's file, as
-  that rank does when it resumes.
-- **Random states.** A new rank r < N goes on with the generators of old rank r; those of ranks that the new run
-  lacks are dropped. A rank that the old run did not have gets generators seeded from the state of old rank r mod N and
-  from r: reproducible, and different from the others'. No random state makes M ranks draw what N would have drawn.
+- **Files.** Both sets fit in one folder, since names contain the number of ranks. Old files are never touched; new ones
+  are renamed into place when all are complete.
+- **Memory.** Old files are mapped; memory holds one new rank's file.
+- **Random states.** Rank r < N keeps the generators of old rank r. A further rank gets generators seeded from old rank
+  r mod N and r. M ranks do not draw what N would have drawn.
 - **HSDP.** One replica is read. The result is plain FSDP2 over M ranks, ``fsdp_config.fsdp_size=-1``.
-- **8-bit moments** (torchao) carry a scale for each block of values. Where the new cut falls between blocks, qdata and
-  scales are cut; where it would fall into one, the values are kept exactly, in FP32.
+- **8-bit moments** (torchao) have a scale per block. If a shard boundary falls inside a block, that tensor is stored
+  dequantized, in FP32.
 
-FSDP1 checkpoints are not supported: their optimizer states are pieces of flattened layers, with padding that depends on
-N.
+FSDP1 is not supported: its optimizer states are pieces of flattened layers, padded depending on N.
 """
 
 import copy
@@ -55,7 +48,7 @@ _SHARDED = ("model", "optim")
 _EXTRA = "extra_state"
 _FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 _DEFAULT_GROUP = "0"
-"""What torch names a process's first group, which is the one that a mesh of all ranks communicates in."""
+"""torch's name of a process's first group, which a mesh of all ranks uses."""
 
 
 class ReshardError(ValueError):
@@ -64,10 +57,10 @@ class ReshardError(ValueError):
 
 @dataclass(frozen=True)
 class Resharded:
-    """One role's checkpoint that was rewritten.
+    """The rewritten checkpoint of one role.
 
     Attributes:
-        folder: where its new files are, ``.../global_step_<n>/actor`` or ``critic``.
+        folder: folder of the new files, ``.../global_step_<n>/actor`` or ``critic``.
         before, after: number of ranks. replicas: of the old ones; more than one was HSDP.
         files, bytes: of the new files.
     """
@@ -84,22 +77,21 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
     """Rewrite every role (actor, critic) of a checkpoint for ``gpus`` ranks.
 
     Args:
-        checkpoint: ``global_step_<n>``, one of its roles, or the folder of a run, whose latest step is taken.
-        gpus: ranks of the run that will resume, over all nodes; every number from 1 on but the old one.
-        out: a folder that does not exist yet or is empty, and becomes one for ``trainer.default_local_dir``; None
-            writes beside the old files.
+        checkpoint: ``global_step_<n>``, one of its roles, or the folder of a run for its latest step.
+        gpus: ranks of the run that will resume, over all nodes; not the old number.
+        out: a new or empty folder, to be used as ``trainer.default_local_dir``; None writes next to the old files.
 
     Returns:
-        What was written, a role each.
+        One entry per role.
 
     Raises:
-        ReshardError: nothing has been written then.
+        ReshardError: nothing was written.
     """
     for path in (checkpoint, out):
         if ":/" in str(path):
             raise ReshardError(f"{path} is remote; copy the checkpoint to a local disk and name that.")
     if gpus < 1:
-        raise ReshardError(f"--gpus {gpus} is no number of ranks; use 1 or more.")
+        raise ReshardError(f"--gpus {gpus} is not a number of ranks; use 1 or more.")
     step = _find_step(Path(checkpoint))
     roles = [_Role(folder) for folder in sorted(step.iterdir()) if (folder / "fsdp_config.json").is_file()]
     if not roles:
@@ -108,12 +100,12 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
     if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ReshardError(f"{target} exists and is not an empty folder; name another one or remove it.")
     for role in roles:
-        role.check(gpus, beside=target is None)
+        role.check(gpus, in_place=target is None)
     _check_room(sum(role.bytes_of_a_replica for role in roles), target or step)
 
     try:
         if target is None:
-            return _write_beside(roles, gpus)
+            return _write_in_place(roles, gpus)
         return _write_elsewhere(step, roles, gpus, target)
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
@@ -121,22 +113,22 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First row, and the one behind the last, of a rank's piece under ``torch.chunk``; equal where it is empty."""
+    """First row and end row of a rank's piece under ``torch.chunk``; equal if it is empty."""
     piece = -(-rows // ranks)
     return min(rank * piece, rows), min((rank + 1) * piece, rows)
 
 
 def rows_of(shards: Sequence[torch.Tensor], begin: int, end: int, like: torch.Tensor) -> torch.Tensor:
-    """Rows ``[begin, end)`` of a tensor whose rows lie in ``shards`` one after another; never a view of them.
+    """A copy of rows ``[begin, end)`` of the concatenation of ``shards``.
 
     Args:
-        shards: ``[rows_i, ...]`` of one dtype, in the order of their ranks; any may be empty. 8-bit moments of torchao
-            (``codes``, ``scale``) may be among them.
-        like: ``[rows, ...]``, the whole tensor by shape and dtype alone, which an empty result takes after.
+        shards: ``[rows_i, ...]`` of one dtype, by rank; any may be empty, or torchao's 8-bit moments (``codes``,
+            ``scale``).
+        like: ``[rows, ...]``, shape and dtype of the full tensor.
 
     Returns:
-        ``[end - begin, ...]`` of the shards' dtype and class; dense, of ``like``'s dtype, where the rows of 8-bit
-        moments begin or end inside a block of theirs or are stored in more than one way.
+        ``[end - begin, ...]`` of the shards' dtype and class; dense, of ``like``'s dtype, if 8-bit moments are cut
+        inside a block or stored in more than one way.
     """
     pieces = []
     at = 0
@@ -157,11 +149,11 @@ def rows_of(shards: Sequence[torch.Tensor], begin: int, end: int, like: torch.Te
 
 
 def _cut_blocks(pieces: list[tuple[torch.Tensor, int, int]]) -> torch.Tensor | None:
-    """Rows of torchao's moments with their qdata as they are; None where a block would be cut.
+    """Rows of torchao's moments with unchanged qdata; None if a block would be cut.
 
     Args:
-        pieces: a tensor of one class each, and the rows to take. Its ``codes`` have its own shape and ``scale [B]`` is
-            of B equal blocks of the flattened codes; what else it consists of is the same in all of them.
+        pieces: (tensor, first row, end row), tensors of one class. ``codes`` have the tensor's shape, ``scale [B]``
+            belongs to B equal blocks of the flattened codes; other attributes are equal in all of them.
     """
     codes, scales = [], []
     for shard, low, high in pieces:
@@ -180,11 +172,10 @@ def _cut_blocks(pieces: list[tuple[torch.Tensor, int, int]]) -> torch.Tensor | N
 
 @functools.lru_cache(maxsize=1)  # one object for all tensors of a file, as verl's have
 def mesh_for(mesh: DeviceMesh, ranks: int, rank: int) -> DeviceMesh:
-    """The mesh that rank ``rank`` of a run of ``ranks`` has under plain FSDP2, made without that run.
+    """The mesh of rank ``rank`` of ``ranks`` under plain FSDP2, made without process groups.
 
     Args:
-        mesh: of the old run, ``(fsdp,)`` or ``(ddp, fsdp)``; the new one has its device and the name of its last
-            dimension.
+        mesh: the old run's, ``(fsdp,)`` or ``(ddp, fsdp)``; gives the device and the name of the last dimension.
     """
     names = mesh.mesh_dim_names[-1:] if mesh.mesh_dim_names else None
     made = DeviceMesh(mesh.device_type, torch.arange(ranks), mesh_dim_names=names, _init_backend=False, _rank=rank)
@@ -193,27 +184,27 @@ def mesh_for(mesh: DeviceMesh, ranks: int, rank: int) -> DeviceMesh:
 
 
 def shard_for(states: Sequence[Any], where: str, ranks: int, rank: int) -> Any:
-    """What new rank ``rank`` of ``ranks`` holds, from what the old ones hold at the same place of their state.
+    """The state of new rank ``rank`` of ``ranks`` from the old ranks' states.
 
     Args:
-        states: a state dict, a list, a tensor or a plain value of each old rank of one replica, in their order. A
-            DTensor is sharded along dimension 0 by the last dimension of its mesh and replicated by the others.
-        where: the place, for messages.
+        states: a state dict, list, tensor or plain value per old rank of one replica, by rank. DTensors are sharded
+            along dimension 0 by the last dimension of their mesh and replicated by the others.
+        where: path in the state, for messages.
 
     Returns:
-        The first state with other DTensors in it.
+        The first state with its DTensors replaced.
 
     Raises:
-        ReshardError: the ranks hold different things where they must not, or a DTensor is sharded in another way.
+        ReshardError: the ranks differ outside of DTensors, or a DTensor is sharded in another way.
     """
     first = states[0]
     if any(type(state) is not type(first) for state in states):
-        raise ReshardError(f"the ranks of the checkpoint hold different types at {where}; it is no whole one.")
+        raise ReshardError(f"the ranks of the checkpoint hold different types at {where}; it is inconsistent.")
     if isinstance(first, DTensor):
         return _dtensor_for(states, where, ranks, rank)
     if isinstance(first, Mapping):
         if any(state.keys() != first.keys() for state in states):
-            raise ReshardError(f"the ranks of the checkpoint hold different keys at {where}; it is no whole one.")
+            raise ReshardError(f"the ranks of the checkpoint hold different keys at {where}; it is inconsistent.")
         made = copy.copy(first)  # with its class and, of a module's state dict, the version in its attributes
         for key in first:
             made[key] = shard_for([state[key] for state in states], f"{where}[{key!r}]", ranks, rank)
@@ -226,17 +217,19 @@ def shard_for(states: Sequence[Any], where: str, ranks: int, rank: int) -> Any:
             return first.clone()
     elif all(state == first for state in states):
         return first
-    raise ReshardError(f"the ranks of the checkpoint hold different values at {where}; it is no whole one.")
+    raise ReshardError(f"the ranks of the checkpoint hold different values at {where}; it is inconsistent.")
 
 
 def _dtensor_for(shards: Sequence[DTensor], where: str, ranks: int, rank: int) -> DTensor:
     first = shards[0]
     *others, last = first.placements
     if any(type(placement) is not Replicate for placement in others) or type(last) is not Shard or last.dim != 0:
-        raise ReshardError(f"{where} is placed as {first.placements}; only FSDP2's cut along dimension 0 is supported.")
+        raise ReshardError(
+            f"{where} is placed as {first.placements}; only FSDP2's sharding along dimension 0 is supported."
+        )
     rows = first.shape[0]
     if any(shard.shape != first.shape for shard in shards) or sum(s._local_tensor.shape[0] for s in shards) != rows:
-        raise ReshardError(f"the shards of {where} do not add up to its {rows} rows; the checkpoint is no whole one.")
+        raise ReshardError(f"the shards of {where} do not add up to its {rows} rows; the checkpoint is incomplete.")
     like = torch.empty(first.shape, dtype=first.dtype, device="meta")
     local = rows_of([shard._local_tensor for shard in shards], *rows_of_rank(rows, ranks, rank), like)
     spec = DTensorSpec(mesh_for(first.device_mesh, ranks, rank), (Shard(0),), tensor_meta=first._spec.tensor_meta)
@@ -244,16 +237,16 @@ def _dtensor_for(shards: Sequence[DTensor], where: str, ranks: int, rank: int) -
 
 
 def random_states(states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, Any]:
-    """The random states that new rank ``rank`` starts from, in the form of verl's ``get_rng_state``.
+    """Random states of new rank ``rank``, in the form of verl's ``get_rng_state``.
 
     Args:
-        states: of the old ranks: ``cpu`` (uint8 of torch's generator), ``numpy``, ``random``, and a device's name with
-            the uint8 of its generator.
+        states: the old ranks': ``cpu`` (uint8 of torch's generator), ``numpy``, ``random``, and by device name the
+            uint8 of its generator.
 
     Returns:
-        Those of the old rank of that number. Where there is none, generators seeded with the SHA-256 of ``cpu`` of rank
-        ``rank`` mod N and of ``rank``. Of an accelerator other than ``cuda`` the state is then left out, and verl
-        leaves its generator as the run seeded it.
+        Those of the old rank with that number. If there is none, generators seeded with the SHA-256 of ``cpu`` of rank
+        ``rank`` mod N and of ``rank``; the state of an accelerator other than ``cuda`` is then left out, and its
+        generator keeps the run's seed.
     """
     old = states[rank % len(states)]
     if rank < len(states):
@@ -282,7 +275,9 @@ def _find_step(path: Path) -> Path:
         path = path.absolute().parent
     if re.fullmatch(r"global_step_\d+", path.absolute().name) and path.is_dir():
         return path
-    raise ReshardError(f"{path} is no folder global_step_<n> of a verl run, nor one of its roles; name such a folder.")
+    raise ReshardError(
+        f"{path} is not a folder global_step_<n> of a verl run, nor one of its roles; name such a folder."
+    )
 
 
 class _Role:
@@ -300,30 +295,30 @@ class _Role:
             ) from None
         if version != 2:
             raise ReshardError(
-                f"{folder} was written under FSDP1, whose optimizer states cannot be cut again; resume with "
+                f"{folder} was written under FSDP1, whose optimizer states cannot be sharded again; resume with "
                 f"{self.ranks} GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) and start from the "
                 "merged model with strategy=fsdp2."
             )
-        found = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
-        self.written = {int(match[2]) for match in found}
-        self.contents = {match[1] for match in found if int(match[2]) == self.ranks}
+        matches = [match for file in folder.iterdir() if (match := _FILE.fullmatch(file.name))]
+        self.written = {int(match[2]) for match in matches}
+        self.contents = {match[1] for match in matches if int(match[2]) == self.ranks}
 
-    def check(self, gpus: int, beside: bool) -> None:
-        """Refuse what cannot be rewritten for ``gpus`` ranks, after every file's checksums have been read.
+    def check(self, gpus: int, in_place: bool) -> None:
+        """Raise if the role cannot be rewritten for ``gpus`` ranks; reads the checksums of every file.
 
         Raises:
-            ReshardError: also where files of that many ranks are there already (``beside``).
+            ReshardError: also if ``in_place`` and files of that many ranks exist.
         """
         if gpus == self.ranks:
             raise ReshardError(f"{self.folder} was written by {gpus} ranks already; resume it as it is.")
-        if beside and gpus in self.written:
+        if in_place and gpus in self.written:
             raise ReshardError(
                 f"{self.folder} holds files of {gpus} ranks already; resume with {gpus} GPUs, or remove its "
                 f"*_world_size_{gpus}_rank_*.pt first."
             )
         if "model" not in self.contents:
             raise ReshardError(
-                f"{self.folder} lacks model_world_size_{self.ranks}_rank_*.pt, which fsdp_config.json speaks of; copy "
+                f"{self.folder} lacks model_world_size_{self.ranks}_rank_*.pt, which fsdp_config.json names; copy "
                 "the checkpoint again."
             )
         try:
@@ -352,7 +347,7 @@ class _Role:
         return self.folder / f"{content}_world_size_{ranks or self.ranks}_rank_{rank}.pt"
 
     def load(self, content: str, rank: int) -> Any:
-        """A rank's file; tensors are mapped, pages are read as they are used."""
+        """A rank's file, with mapped tensors."""
         file = self.file(content, rank)
         try:
             with _without_group_warnings():
@@ -362,7 +357,7 @@ class _Role:
             raise ReshardError(f"{file} cannot be read here ({reason}); use the run's own environment.") from None
 
     def write(self, folder: Path, gpus: int) -> tuple[int, int]:
-        """All files of ``gpus`` ranks into ``folder``; how many, and their bytes."""
+        """Write all files of ``gpus`` ranks into ``folder``; returns their number and bytes."""
         files = []
         for content in (name for name in _SHARDED if name in self.contents):
             states = [self.load(content, rank) for rank in self.replica]
@@ -409,8 +404,8 @@ def _check_room(needed: int, folder: Path) -> None:
         )
 
 
-def _write_beside(roles: list[_Role], gpus: int) -> list[Resharded]:
-    """New files in the roles' own folders, renamed into them when all of all roles are complete."""
+def _write_in_place(roles: list[_Role], gpus: int) -> list[Resharded]:
+    """New files in the roles' folders, renamed into place when those of all roles are complete."""
     stages = [role.folder / f".reshard-{os.getpid()}" for role in roles]
     try:
         written = []
@@ -427,7 +422,7 @@ def _write_beside(roles: list[_Role], gpus: int) -> list[Resharded]:
 
 
 def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> list[Resharded]:
-    """``out`` with the one step in it, everything but the old ranks' files copied, and verl's tracker."""
+    """``out`` with this one step, everything but the old ranks' files copied, and verl's tracker."""
     building = out.with_name(f".{out.name}-{os.getpid()}")
     name = step.absolute().name
     try:
@@ -450,7 +445,7 @@ def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> li
 
 
 def run_reshard(checkpoint: str, gpus: int, out: str | None, console: Console) -> None:
-    """The command: reshard, and say what was written and how to resume. Raises ``ReshardError``."""
+    """The command: reshard, then print what was written and how to resume. Raises ``ReshardError``."""
     written = reshard(checkpoint, gpus, out)
     for role in written:
         line = f"{role.folder}: {role.before} ranks -> {role.after}, {role.files} files, {decimal(role.bytes)}"

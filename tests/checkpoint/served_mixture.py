@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts whose blocks have scales unlike each other's, and whether an engine serves its FP8 export.
+"""A mixture whose blocks have different scales, and a check that an engine serves its FP8 export correctly.
 
-What an engine should say of a prompt is Hugging Face's model in FP32 with the weights that the export holds. It may be
-as far from that as activations in FP8 and a router in BF16 take it, a fifth of what scales in wrong places do on a CPU.
+The reference is Hugging Face's model in FP32 with the dequantized weights. FP8 activations and a BF16 router move an
+engine's log-probabilities a fifth as far as misplaced scales do (CPU).
 """
 
 import copy
@@ -23,12 +23,12 @@ MISPLACED = {
     "of the next expert": lambda scales: scales.roll(1, 0),
     "of the next 128 rows": lambda scales: scales.roll(1, 1),
     "of the next 128 columns": lambda scales: scales.roll(1, 2),
-    "of the block across the diagonal": lambda scales: scales.transpose(1, 2).reshape(scales.shape),
+    "of the transposed block": lambda scales: scales.transpose(1, 2).reshape(scales.shape),
 }
 
 
 def policy():
-    """Two layers of eight experts, two a token, blocks of theirs up to eight times as large as others."""
+    """Two layers of eight experts, top 2; blocks differ in size by up to a factor of eight."""
     sizes = dict(hidden_size=512, num_attention_heads=4, moe_intermediate_size=256)
     model = with_preferences(tiny_model("qwen3_moe", 2, **sizes))
     generator = torch.Generator().manual_seed(0)
@@ -42,7 +42,7 @@ def policy():
 
 
 def quantized(model) -> dict[str, QuantizedTensor]:
-    """Name -> what the export holds of a weight in FP8."""
+    """The exported FP8 weights by name."""
     sent = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE))
     return {
         name.removesuffix(SCALE_SUFFIX): QuantizedTensor(sent[name.removesuffix(SCALE_SUFFIX)], scales)
@@ -52,7 +52,7 @@ def quantized(model) -> dict[str, QuantizedTensor]:
 
 
 def log_probs(model, misplaced=None) -> torch.Tensor:
-    """Of the prompt from its second token on, ``[len(PROMPT) - 1]``: FP8 weights, the experts' scales misplaced."""
+    """Log-probabilities ``[len(PROMPT) - 1]`` of the prompt under FP8 weights, with the experts' scales misplaced."""
     served, flow = copy.deepcopy(model).bfloat16().float(), formats.get(formats.FLOW)
     for name, weight in quantized(model).items():
         if misplaced is not None and name.endswith(EXPERTS):
@@ -63,10 +63,12 @@ def log_probs(model, misplaced=None) -> torch.Tensor:
     return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
-def check_served(model, theirs: torch.Tensor) -> None:
-    """Assert that an engine's log-probabilities of the prompt are those of the policy in FP8."""
-    right = log_probs(model)
-    distance = (theirs - right).abs().mean().item()
-    wrong = {what: (log_probs(model, misplaced) - right).abs().mean().item() for what, misplaced in MISPLACED.items()}
-    print(f"|theirs - right| {distance:.2e}; with scales", *(f"{what} {far:.2e}" for what, far in wrong.items()))
+def check_served(model, engine: torch.Tensor) -> None:
+    """Assert that an engine's log-probabilities of the prompt match the policy's in FP8."""
+    expected = log_probs(model)
+    distance = (engine - expected).abs().mean().item()
+    wrong = {
+        what: (log_probs(model, misplaced) - expected).abs().mean().item() for what, misplaced in MISPLACED.items()
+    }
+    print(f"|engine - expected| {distance:.2e}; with scales", *(f"{what} {far:.2e}" for what, far in wrong.items()))
     assert distance < 0.5 * min(wrong.values()), (distance, wrong)

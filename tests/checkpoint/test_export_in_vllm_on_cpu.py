@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An exported FP8 folder in vLLM: as stock vLLM reads it, and running, equal to a rollout that got a weight sync.
-
-Stock vLLM's own block-FP8 kernels need a GPU, or AMX (test_export_on_gpu.py runs them). Here vLLM's loader reads the
-folder into layers of our method, and what then lives in the engine is compared with the trainer's statement.
+"""An exported FP8 folder in vLLM: stock vLLM's configuration reads it, and vLLM's loader gives our method's layers the
+bytes of a weight sync. Stock block-FP8 kernels need a GPU or AMX (test_export_on_gpu.py).
 """
 
 import json
@@ -24,7 +22,7 @@ RULE = "fp32"
 
 
 def trainer(seed: int):
-    """FP32 master weights; one projection that no 128x128 block fits, so that a skipped layer is part of the test."""
+    """FP32 master weights; the MLP does not fit 128x128 blocks and is skipped."""
     return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=320)
 
 
@@ -38,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder, cpu_platform):
-    """vLLM's live model, loaded from the exported folder by vLLM's own loader."""
+    """vLLM's model, loaded from the exported folder."""
     options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
     with vllm_engine.cpu_settings():
         _, worker = vllm_engine.start(folder, options)
@@ -58,22 +56,22 @@ def verify(model, weights) -> dict:
     return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
 
 
-def test_what_lives_in_the_engine_is_what_a_weight_sync_would_leave(model, folder):
-    """Same bytes under the same method, so the same log-probabilities; four projections of each layer are FP8."""
+def test_loaded_parameters_equal_those_of_a_weight_sync(model, folder):
+    """Four projections of each layer are FP8."""
     counts = verify(model, trainer(1).state_dict())
     assert (counts["quantized"], counts["plain"]) == (8, 19)
     assert json.loads((folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
 
 
-def test_another_checkpoint_would_have_been_noticed(model):
+def test_another_checkpoint_violates_the_contract(model):
     weights = trainer(1).state_dict()
     weights["model.layers.1.self_attn.o_proj.weight"][3, 5] *= 1.5
     with pytest.raises(ContractViolation, match=r"layers\.1\.self_attn\.o_proj\.weight differs"):
         verify(model, weights)
 
 
-def test_stock_vllm_reads_the_configuration_as_meant(folder):
-    """``Fp8Config`` and its rule for skipped layers, by vLLM's names of merged projections."""
+def test_stock_vllm_reads_the_quantization_config(folder):
+    """Skipped layers by vLLM's names of merged projections."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
     from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM

@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An exported mixture of experts in vLLM: the BF16 folder served by stock vLLM, the FP8 folder read by vLLM's loader of
-experts into parameters of the names and shapes of its block-FP8 method.
-
-Stock vLLM's block-FP8 kernels need a GPU, or AMX, so who runs the FP8 folder here is our method; what lives in the
-engine is compared with the statement of a weight sync, byte by byte. test_export_on_gpu.py has the same of stock vLLM.
+"""An exported mixture in vLLM: stock vLLM serves the BF16 folder; vLLM's expert loader gives our method's layers the
+bytes of a weight sync. Stock block-FP8 kernels need a GPU or AMX (test_export_on_gpu.py).
 """
 
 import json
@@ -45,16 +42,16 @@ def start(cpu_platform):
 
 def test_stock_vllm_serves_the_bf16_folder(folders, start):
     llm, _ = start(folders / "bf16", None)
-    theirs = vllm_engine.prompt_log_probs(llm, PROMPT)
+    served = vllm_engine.prompt_log_probs(llm, PROMPT)
     model = policy().bfloat16()
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
-    ours = logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
-    # BF16 on both sides; a uniform policy is this far from the policy.
-    assert (theirs - ours).abs().mean() < 0.05 * (ours + torch.tensor(64.0).log()).abs().mean()
+    expected = logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    # BF16 on both sides; the bound is 5% of the distance to a uniform policy.
+    assert (served - expected).abs().mean() < 0.05 * (expected + torch.tensor(64.0).log()).abs().mean()
 
 
-def test_the_loader_of_vllm_puts_the_fp8_folder_where_a_weight_sync_does(folders, start):
+def test_loaded_experts_equal_those_of_a_weight_sync(folders, start):
     from jetrl_verl.rollout.live import live_routing, live_tensors
 
     llm, worker = start(folders / "fp8", JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE))
@@ -69,14 +66,14 @@ def test_the_loader_of_vllm_puts_the_fp8_folder_where_a_weight_sync_does(folders
     check_served(trained, vllm_engine.prompt_log_probs(llm, PROMPT))
 
 
-def test_the_configuration_is_read_by_vllm_and_by_releases_of_transformers_before_5(folders):
+def test_vllm_and_transformers_4_read_the_configuration(folders):
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 
-    said = json.loads((folders / "fp8" / "config.json").read_text())
-    assert said["num_experts"] == AutoConfig.from_pretrained(folders / "fp8").num_experts == 8
-    config = Fp8Config.from_config(said["quantization_config"])
+    written = json.loads((folders / "fp8" / "config.json").read_text())
+    assert written["num_experts"] == AutoConfig.from_pretrained(folders / "fp8").num_experts == 8
+    config = Fp8Config.from_config(written["quantization_config"])
     assert config.is_checkpoint_fp8_serialized and config.weight_block_size == [128, 128]
     merged = Qwen3MoeForCausalLM.packed_modules_mapping
     skipped = {

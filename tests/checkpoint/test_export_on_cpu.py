@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is exported is what the rollout held: qdata byte for byte, names as vLLM and transformers read them."""
+"""An export has the rollout's qdata byte for byte, under the names that vLLM and transformers read."""
 
 import json
 import shutil
@@ -30,12 +30,12 @@ WORLD = 2
 
 
 def trainer():
-    """FP32 master weights as a trainer holds them, with biases."""
+    """FP32 master weights with biases."""
     return tiny_model("qwen2", seed=1, hidden_size=256, intermediate_size=256)
 
 
 def save_folder(model, folder: Path) -> Path:
-    """A Hugging Face folder with everything that belongs to a policy."""
+    """A Hugging Face folder with tokenizer and generation config."""
     model.save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     GenerationConfig(do_sample=True, temperature=0.6, eos_token_id=3).save_pretrained(folder)
@@ -43,37 +43,37 @@ def save_folder(model, folder: Path) -> Path:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    stored: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         part = load_file(file)
-        assert not part.keys() & found.keys()
-        found |= part
-    return found
+        assert not part.keys() & stored.keys()
+        stored |= part
+    return stored
 
 
 def one_by_one(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the projections of each expert by themselves, as published checkpoints of mixtures have them."""
-    found = {}
+    """One tensor per expert and projection, as in published checkpoints of mixtures."""
+    split = {}
     for name, tensor in tensors.items():
         prefix, _, parameter = name.partition(".mlp.experts.")
         scales = "_scale_inv" if parameter.endswith("_scale_inv") else ""
         if not parameter:
-            found[name] = tensor
+            split[name] = tensor
             continue
         for expert, matrix in enumerate(tensor):
             halves = (
                 zip(("gate_proj", "up_proj"), matrix.chunk(2)) if "gate_up" in parameter else [("down_proj", matrix)]
             )
-            for projection, each in halves:
-                found[f"{prefix}.mlp.experts.{expert}.{projection}.weight{scales}"] = each
-    return found
+            for projection, half in halves:
+                split[f"{prefix}.mlp.experts.{expert}.{projection}.weight{scales}"] = half
+    return split
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape, name
-        assert torch.equal(found[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
+        assert actual[name].dtype == tensor.dtype and actual[name].shape == tensor.shape, name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.contiguous().view(torch.uint8)), name
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def exported(policy, tmp_path_factory):
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_qdata_are_those_of_a_weight_sync(family, rule, tmp_path):
+def test_qdata_equal_those_of_a_weight_sync(family, rule, tmp_path):
     model = tiny_model(family, seed=2)
     save_folder(model, tmp_path / "policy")
     (written,) = export(tmp_path / "policy", tmp_path / "out", ExportOptions("fp8", scale_rule=rule))
@@ -102,8 +102,8 @@ def test_qdata_are_those_of_a_weight_sync(family, rule, tmp_path):
     assert json.loads((tmp_path / "out" / "jetrl_export.json").read_text())["scale_rule"] == rule
 
 
-def test_the_trainers_layers_multiply_as_the_exported_qdata_do(policy, exported):
-    """FProp of every quantized layer, bias included, equal in every bit."""
+def test_the_trainers_layers_equal_products_of_exported_qdata(policy, exported):
+    """FProp of every quantized layer, bias included, in every bit."""
     model, _ = policy
     replaced = trainer()
     names = replace_linears(replaced, plan_linears(model.config), scale_rule="fp32")
@@ -118,14 +118,14 @@ def test_the_trainers_layers_multiply_as_the_exported_qdata_do(policy, exported)
             assert torch.equal(layer(x), kernels.fprop(x, qdata, scales, stored.get(f"{name}.bias"), "fp32")), name
 
 
-def test_the_bf16_folder_is_the_rounded_model(policy, exported):
+def test_the_bf16_folder_holds_the_rounded_master_weights(policy, exported):
     model, _ = policy
     loaded = AutoModelForCausalLM.from_pretrained(exported[1] / "bf16", dtype="auto")
     assert loaded.dtype == torch.bfloat16
     same(loaded.state_dict(), {name: tensor.bfloat16() for name, tensor in model.state_dict().items()})
 
 
-def test_the_quantization_config_is_vllms(exported):
+def test_the_quantization_config_has_vllms_fields(exported):
     config = json.loads((exported[1] / "fp8" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
     assert config["quantization_config"] == {
@@ -138,7 +138,7 @@ def test_the_quantization_config_is_vllms(exported):
     assert "quantization_config" not in json.loads((exported[1] / "bf16" / "config.json").read_text())
 
 
-def test_tokenizer_and_generation_config_come_along_and_no_other_weights(policy, exported):
+def test_tokenizer_and_generation_config_are_copied_and_no_other_weights(policy, exported):
     _, folder = policy
     for name in ("bf16", "fp8"):
         out = exported[1] / name
@@ -166,7 +166,7 @@ def _save_rank(rank: int, store: str, actor: str) -> None:
 
 @pytest.fixture(scope="module")
 def run_folder(policy, tmp_path_factory):
-    """``checkpoints`` of a run on two ranks as verl lays them out: FP32 shards, config and tokenizer beside them."""
+    """``checkpoints`` of a run on two ranks in verl's layout: FP32 shards, config and tokenizer."""
     model, _ = policy
     root = tmp_path_factory.mktemp("checkpoints")
     actor = root / "global_step_3" / "actor"
@@ -179,7 +179,7 @@ def run_folder(policy, tmp_path_factory):
     return root
 
 
-def test_a_sharded_checkpoint_exports_what_the_whole_model_does(run_folder, exported, tmp_path):
+def test_a_sharded_checkpoint_exports_the_same_tensors_as_the_full_model(run_folder, exported, tmp_path):
     export(run_folder / "global_step_3" / "actor", tmp_path / "out", ExportOptions())
     for name in ("bf16", "fp8"):
         same(tensors(tmp_path / "out" / name), tensors(exported[1] / name))
@@ -192,8 +192,8 @@ def test_a_checkpoint_is_found_from_any_of_its_folders(run_folder, below):
     assert checkpoint_export.find_checkpoint(run_folder / below) == run_folder / "global_step_3" / "actor"
 
 
-def test_merging_holds_the_shards_mapped(run_folder, monkeypatch):
-    """What torch reads is not copied: the only anonymous memory is the tensor that was put together last."""
+def test_merging_maps_the_shards(run_folder, monkeypatch):
+    """Every loaded shard lies in a mapped file."""
     loaded = []
     stock = torch.load
 
@@ -211,8 +211,8 @@ def test_merging_holds_the_shards_mapped(run_folder, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_invariant_scaling_is_taken_out_of_the_bf16_folder_alone(family, tmp_path):
-    """Of a policy that training did not move, so that what comes out is known: the BF16 weights that went in."""
+def test_only_the_bf16_folder_is_without_invariant_scaling(family, tmp_path):
+    """The policy is untrained, so the BF16 folder must hold its original BF16 weights."""
     model = tiny_model(family, seed=1).bfloat16().float()
     before = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     fold(model.named_parameters(), 1.5, model_family({"model_type": family}))
@@ -232,8 +232,8 @@ def test_invariant_scaling_is_taken_out_of_the_bf16_folder_alone(family, tmp_pat
     assert stated == [None, 1.5]
 
 
-def test_a_large_model_passes_file_by_file(tmp_path, monkeypatch):
-    """Never more than a file and a tensor is held; files are indexed, a weight and its scales in one."""
+def test_memory_holds_one_output_file_and_one_tensor(tmp_path, monkeypatch):
+    """And the index names every tensor, a weight and its scales in one file."""
     config = tiny_config("llama", hidden_size=1024, intermediate_size=2816, num_attention_heads=8, num_hidden_layers=8)
     shape = plan_linears(config)
     (tmp_path / "policy").mkdir()
@@ -246,7 +246,7 @@ def test_a_large_model_passes_file_by_file(tmp_path, monkeypatch):
     size = sum(tensor.nbytes for tensor in weights.values())
     del weights
 
-    shard, seen, held = 8 * 2**20, [], []
+    shard, seen, live = 8 * 2**20, [], []
     save, read, quantize = (
         getattr(checkpoint_export, n) for n in ("save_file", "_read_safetensors", "quantize_stream")
     )
@@ -261,16 +261,16 @@ def test_a_large_model_passes_file_by_file(tmp_path, monkeypatch):
         return watch
 
     def save_and_measure(*arguments, **options):
-        held.append(sum(tensor.nbytes for tensor in (reference() for reference in seen) if tensor is not None))
+        live.append(sum(tensor.nbytes for tensor in (reference() for reference in seen) if tensor is not None))
         save(*arguments, **options)
 
     monkeypatch.setattr(checkpoint_export, "save_file", save_and_measure)
     monkeypatch.setattr(checkpoint_export, "_read_safetensors", watched(read))
     monkeypatch.setattr(checkpoint_export, "quantize_stream", watched(quantize))
     (written,) = export(tmp_path / "policy", tmp_path / "out", ExportOptions("fp8"), shard)
-    assert written.files == len(held) > 10
+    assert written.files == len(live) > 10
     largest = 2816 * 1024
-    assert max(held) <= shard + 3 * largest < size / 10  # a file, a BF16 weight and its qdata
+    assert max(live) <= shard + 3 * largest < size / 10  # a file, a BF16 weight and its qdata
 
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == written.bytes
@@ -281,7 +281,7 @@ def test_a_large_model_passes_file_by_file(tmp_path, monkeypatch):
     assert tensors(tmp_path / "out").keys() == index["weight_map"].keys()
 
 
-def test_a_sharded_output_loads_like_a_whole_one(policy, exported, tmp_path):
+def test_an_output_of_several_files_loads_as_one_model(policy, exported, tmp_path):
     _, folder = policy
     (written,) = export(folder, tmp_path / "out", ExportOptions("bf16"), shard_bytes=100_000)
     assert written.files > 3
@@ -289,7 +289,7 @@ def test_a_sharded_output_loads_like_a_whole_one(policy, exported, tmp_path):
     same(loaded.state_dict(), tensors(exported[1] / "bf16"))
 
 
-def test_a_sharded_input_is_read_through_its_index(policy, exported, tmp_path):
+def test_an_input_of_several_files_is_read_through_its_index(policy, exported, tmp_path):
     _, folder = policy
     export(folder, tmp_path / "sharded", ExportOptions("bf16"), shard_bytes=100_000)
     export(tmp_path / "sharded", tmp_path / "out", ExportOptions("fp8"))
@@ -368,7 +368,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: edit_config(f, tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
     ],
 )
-def test_what_cannot_be_exported_is_one_sentence_and_leaves_nothing(policy, damage, sentence, tmp_path):
+def test_a_refused_export_gives_one_sentence_and_writes_nothing(policy, damage, sentence, tmp_path):
     folder = tmp_path / "policy"
     shutil.copytree(policy[1], folder)
     damage(folder)
@@ -393,7 +393,7 @@ def test_a_quantized_checkpoint_is_never_cast(exported, format, tmp_path):
         (lambda f: (f / "fsdp_config.json").write_text("{}"), "KeyError"),
     ],
 )
-def test_a_damaged_sharded_checkpoint_is_one_sentence(run_folder, damage, sentence, tmp_path):
+def test_a_damaged_sharded_checkpoint_gives_one_sentence(run_folder, damage, sentence, tmp_path):
     actor = tmp_path / "actor"
     shutil.copytree(run_folder / "global_step_3" / "actor", actor)
     damage(actor)
@@ -402,7 +402,7 @@ def test_a_damaged_sharded_checkpoint_is_one_sentence(run_folder, damage, senten
     assert "every rank's model_world_size" in str(error.value) and not (tmp_path / "out").exists()
 
 
-def test_an_output_that_holds_something_is_left_alone(policy, tmp_path):
+def test_an_output_folder_with_files_is_refused(policy, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
     with pytest.raises(ExportError, match="is not an empty folder"):
@@ -410,7 +410,7 @@ def test_an_output_that_holds_something_is_left_alone(policy, tmp_path):
     assert (tmp_path / "out" / "thesis.tex").read_text() == "x"
 
 
-def test_the_command_says_what_it_wrote_and_how_to_serve_it(policy, tmp_path):
+def test_the_command_prints_what_it_wrote_and_how_to_serve_it(policy, tmp_path):
     result = CliRunner().invoke(app, ["export", str(policy[1]), str(tmp_path / "out")])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -421,8 +421,8 @@ def test_the_command_says_what_it_wrote_and_how_to_serve_it(policy, tmp_path):
     assert lines[3].endswith(f"VLLM_USE_DEEP_GEMM=0 vllm serve {tmp_path / 'out' / 'fp8'}")
 
 
-def test_the_digest_of_a_sharded_rollout_is_in_no_log(policy, tmp_path):
-    """Each of its workers logs the sum of what it holds."""
+def test_the_command_does_not_name_a_log_for_a_sharded_rollouts_digest(policy, tmp_path):
+    """Each of its workers logs the sum of its own shard."""
     words = ["export", str(policy[1]), str(tmp_path / "out"), "--tensor-parallel", "2", "--unfit-layers", "skip"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -430,7 +430,7 @@ def test_the_digest_of_a_sharded_rollout_is_in_no_log(policy, tmp_path):
     assert f"digest {digest}" in result.stdout.splitlines()
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(policy, tmp_path):
+def test_a_folder_that_cannot_be_created_gives_one_sentence(policy, tmp_path):
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["export", str(policy[1]), str(tmp_path / "file" / "out")])
     assert result.exit_code == 1 and result.stderr.count("\n") == 1
@@ -445,10 +445,10 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(policy, tmp_path):
             ["--scale-rule", "fp8"],
             "jetrl.scale_rule=fp8 is not supported with any precision. Set jetrl.scale_rule to one of fp32, pow2.",
         ),
-        (["--tensor-parallel", "0"], "--tensor-parallel 0 is no number of ranks; use 1 or more."),
+        (["--tensor-parallel", "0"], "--tensor-parallel 0 is not a number of ranks; use 1 or more."),
     ],
 )
-def test_bad_options_are_one_sentence(policy, option, sentence, tmp_path):
+def test_invalid_options_give_one_sentence(policy, option, sentence, tmp_path):
     result = CliRunner().invoke(app, ["export", str(policy[1]), str(tmp_path / "out"), *option])
     assert result.exit_code == 1
     assert result.stderr.strip() == f"error: {sentence}"

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stock vLLM serves the exported block-FP8 folder with the rollout's own log-probabilities.
 
-``VLLM_USE_DEEP_GEMM=0``, as the command advises: DeepGEMM would round scales to powers of two. What then differs from
-our method is vLLM's activation quantizer and where a bias is added; a model without biases leaves the quantizer, whose
-scale ``amax / 448`` and division are the contract's. Its experts promote sums in another order than ours and its router
-rounds to BF16, so of a mixture the parameters are equal in every byte and the log-probabilities near.
+``VLLM_USE_DEEP_GEMM=0``, as the command advises: DeepGEMM would round scales to powers of two. vLLM's activation
+quantizer follows the contract; a bias would be added elsewhere, so the model has none. Its experts sum in another order
+and its router rounds to BF16, so a mixture's parameters are equal in every byte and its log-probabilities close.
 """
 
 import gc
@@ -34,7 +33,7 @@ def folders(tmp_path_factory):
 def score(
     folder, monkeypatch, options: JetConfig | None = None, prompt: list[int] = PROMPT
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Log-probabilities [len(prompt) - 1] of the prompt in one vLLM engine, and the engine's live parameters."""
+    """Log-probabilities [len(prompt) - 1] of the prompt in a vLLM engine, and the engine's live parameters."""
     for name, value in {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
         monkeypatch.setenv(name, value)
     from vllm.distributed import cleanup_dist_env_and_memory
@@ -65,7 +64,7 @@ def test_stock_vllm_gives_the_rollouts_log_probabilities(folders, monkeypatch):
 
 
 def test_stock_vllm_serves_a_mixture(tmp_path, monkeypatch):
-    """Experts' qdata and scales lie where vLLM's own kernels read them, equal to the policy's in every byte."""
+    """Experts' qdata and scales in vLLM's parameters equal the policy's in every byte."""
     policy = served_mixture.policy()
     policy.save_pretrained(tmp_path / "policy")
     export(tmp_path / "policy", tmp_path / "fp8", ExportOptions("fp8"))

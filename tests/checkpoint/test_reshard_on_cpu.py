@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint rewritten for another number of ranks is the one that this number would have written.
+"""A checkpoint rewritten for M ranks equals the one that M ranks would have written.
 
-In process, checkpoints are made of DTensors cut by ``torch.chunk``, on meshes of ranks that do not run. The last test
-has real ones: verl's FSDP checkpoint manager saves on two ranks under FSDP2 and loads on three and on one.
+Most tests build DTensors on meshes without processes; the last one runs verl's checkpoint manager on real ranks.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ SHAPES = {"embed": (67, 16), "norm": (5,), "spare": (3, 2, 2), "one": (1, 7)}
 
 
 def mesh_of(ranks: int, rank: int, replicas: int = 1, device: str = "cpu") -> DeviceMesh:
-    """As verl's ``create_device_mesh`` makes it, without the ranks."""
+    """The mesh of verl's ``create_device_mesh``, without processes."""
     order, names = torch.arange(ranks), ("fsdp",)
     if replicas > 1:
         order, names = order.view(replicas, -1), ("ddp", "fsdp")
@@ -55,7 +54,7 @@ def wholes() -> dict[str, torch.Tensor]:
 
 
 def files(ranks: int, rank: int, replicas: int = 1, device: str = "cpu") -> dict[str, object]:
-    """What verl writes on one rank for a model of ``SHAPES`` and a buffer, after a step of AdamW."""
+    """The states that verl writes on one rank for a model of ``SHAPES`` and a buffer, after a step of AdamW."""
     mesh = mesh_of(ranks, rank, replicas, device)
     model = torch.nn.Linear(1, 1).state_dict()  # for its class and its attribute _metadata
     model.clear()
@@ -75,7 +74,7 @@ def files(ranks: int, rank: int, replicas: int = 1, device: str = "cpu") -> dict
 
 
 def save(step: Path, ranks: int, replicas: int = 1, role: str = "actor", device: str = "cpu") -> Path:
-    """``step`` with one role's checkpoint, as ``ranks`` ranks write it."""
+    """``step`` with one role's checkpoint of ``ranks`` ranks."""
     folder = step / role
     (folder / "huggingface").mkdir(parents=True)
     (folder / "huggingface" / "config.json").write_text("{}")
@@ -97,27 +96,27 @@ def load(folder: Path, content: str, ranks: int, rank: int):
     return torch.load(folder / f"{content}_world_size_{ranks}_rank_{rank}.pt", weights_only=False)
 
 
-def same(found: object, expected: object) -> None:
-    """Equal values, types, placements, meshes and coordinates, however deep."""
-    assert type(found) is type(expected)
+def same(actual: object, expected: object) -> None:
+    """Assert equal values, types, placements, meshes and coordinates, recursively."""
+    assert type(actual) is type(expected)
     if isinstance(expected, DTensor):
-        assert found.device_mesh == expected.device_mesh and found.placements == expected.placements
-        assert found.device_mesh.get_coordinate() == expected.device_mesh.get_coordinate()
-        assert found._spec.tensor_meta == expected._spec.tensor_meta
-        assert found.requires_grad == expected.requires_grad
-        same(found._local_tensor, expected._local_tensor)
+        assert actual.device_mesh == expected.device_mesh and actual.placements == expected.placements
+        assert actual.device_mesh.get_coordinate() == expected.device_mesh.get_coordinate()
+        assert actual._spec.tensor_meta == expected._spec.tensor_meta
+        assert actual.requires_grad == expected.requires_grad
+        same(actual._local_tensor, expected._local_tensor)
     elif isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected) and found.stride() == expected.stride()
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected) and actual.stride() == expected.stride()
     elif isinstance(expected, dict):
-        assert list(found) == list(expected) and vars_of(found) == vars_of(expected)
+        assert list(actual) == list(expected) and vars_of(actual) == vars_of(expected)
         for key, value in expected.items():
-            same(found[key], value)
+            same(actual[key], value)
     elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected)
-        for value, other in zip(found, expected):
+        assert len(actual) == len(expected)
+        for value, other in zip(actual, expected):
             same(value, other)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 def meshes(state: object) -> list[DeviceMesh]:
@@ -136,7 +135,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_pieces_are_those_of_torch_chunk(ranks):
+def test_rows_of_a_rank_are_those_of_torch_chunk(ranks):
     for rows in range(1, 20):
         whole = torch.arange(rows)
         for rank in range(ranks):
@@ -145,15 +144,15 @@ def test_pieces_are_those_of_torch_chunk(ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_rows_are_taken_across_shards_and_never_as_views(dtype):
+def test_rows_are_copied_across_shards(dtype):
     whole = torch.arange(42).view(14, 3).to(dtype)
     shards = [whole[:6], whole[:0], whole[6:7], whole[7:], whole[:0]]
     for begin in range(15):
         for end in range(begin, 15):
-            found = rows_of(shards, begin, end, whole)
-            assert found.shape == (end - begin, 3) and found.dtype == dtype
-            assert torch.equal(found.view(torch.uint8), whole[begin:end].contiguous().view(torch.uint8))
-            assert found.untyped_storage().nbytes() == found.nbytes
+            rows = rows_of(shards, begin, end, whole)
+            assert rows.shape == (end - begin, 3) and rows.dtype == dtype
+            assert torch.equal(rows.view(torch.uint8), whole[begin:end].contiguous().view(torch.uint8))
+            assert rows.untyped_storage().nbytes() == rows.nbytes
 
 
 @pytest.mark.parametrize(
@@ -161,21 +160,21 @@ def test_rows_are_taken_across_shards_and_never_as_views(dtype):
     [(2, 3, 1, "cpu"), (3, 1, 1, "cpu"), (1, 4, 1, "cpu"), (5, 8, 1, "cuda"), (8, 2, 1, "cpu"), (6, 4, 2, "cpu")],
     ids=["uneven", "to-one", "from-one", "empty-shards", "from-empty-shards", "hsdp"],
 )
-def test_files_are_those_that_the_new_number_of_ranks_writes(before, after, replicas, device, tmp_path):
+def test_files_equal_those_that_the_new_number_of_ranks_writes(before, after, replicas, device, tmp_path):
     step = save(tmp_path / "global_step_3", before, replicas, device=device)
     (written,) = reshard(step, after)
     assert (written.before, written.after, written.replicas, written.files) == (before, after, replicas, 3 * after)
     for rank in range(after):
         expected = files(after, rank, device=device)
         for content in ("model", "optim"):
-            found = load(step / "actor", content, after, rank)
-            same(found, expected[content])
-            assert len({id(mesh) for mesh in meshes(found)}) == 1
+            state = load(step / "actor", content, after, rank)
+            same(state, expected[content])
+            assert len({id(mesh) for mesh in meshes(state)}) == 1
         assert load(step / "actor", "extra_state", after, rank)["lr_scheduler"] == {"last_epoch": 7}
         check_checkpoint(step / "actor", rank, after)
 
 
-def test_there_and_back_is_the_same_checkpoint(step, tmp_path):
+def test_resharding_back_gives_the_same_checkpoint(step, tmp_path):
     reshard(step, 5, tmp_path / "five")
     reshard(tmp_path / "five", 2, tmp_path / "two")
     for content in CONTENTS:
@@ -184,7 +183,7 @@ def test_there_and_back_is_the_same_checkpoint(step, tmp_path):
             same(back, old)
 
 
-def test_in_place_old_files_stay_and_all_roles_are_rewritten(step):
+def test_in_place_resharding_rewrites_all_roles_and_keeps_old_files(step):
     save(step, 4, role="critic")
     before = digests(step)
     written = reshard(step / "actor", 3)  # the whole step: a run with a critic resumes both
@@ -197,15 +196,15 @@ def test_in_place_old_files_stay_and_all_roles_are_rewritten(step):
         check_checkpoint(step / "actor", rank, 2)
 
 
-def test_out_is_a_folder_to_resume_from(step, tmp_path):
+def test_out_holds_everything_that_a_resume_needs(step, tmp_path):
     (step / "actor" / "jetrl_calibrated_clip.json").write_text("{}")
     before = digests(step.parent)
     (written,) = reshard(step, 3, tmp_path / "new" / "run")
     assert written.folder == tmp_path / "new" / "run" / "global_step_3" / "actor"
     assert digests(step.parent) == before
-    found = digests(tmp_path / "new")
-    assert found["run/global_step_3/data.pt"] == before["global_step_3/data.pt"]
-    assert {name.removeprefix("run/") for name in found} == {
+    written_files = digests(tmp_path / "new")
+    assert written_files["run/global_step_3/data.pt"] == before["global_step_3/data.pt"]
+    assert {name.removeprefix("run/") for name in written_files} == {
         "latest_checkpointed_iteration.txt",
         "global_step_3/data.pt",
         "global_step_3/actor/huggingface/config.json",
@@ -225,14 +224,14 @@ def test_the_latest_step_of_a_run_is_taken(step):
     assert written.folder == step.with_name("global_step_6") / "actor"
 
 
-def test_what_was_not_saved_is_not_written(step):
+def test_contents_that_were_not_saved_are_not_written(step):
     for file in (step / "actor").glob("optim_*"):
         file.unlink()
     (written,) = reshard(step, 3)
     assert written.files == 6 and not list((step / "actor").glob("optim_*"))
 
 
-def test_old_files_are_mapped_and_new_ones_hold_their_own_rows(tmp_path, monkeypatch):
+def test_old_files_are_mapped_and_new_files_hold_only_their_rows(tmp_path, monkeypatch):
     loaded = []
     stock = torch.load
 
@@ -251,24 +250,24 @@ def test_old_files_are_mapped_and_new_ones_hold_their_own_rows(tmp_path, monkeyp
         if "_world_size_2_" in line
     ]
     assert loaded and all(any(a <= tensor.data_ptr() < b for a, b in ranges) for tensor in loaded if len(tensor))
-    assert written.bytes < 1.2 * 3 * 6700 * 64 * 4, "a view brings its whole storage along"
+    assert written.bytes < 1.2 * 3 * 6700 * 64 * 4, "a view would save its whole storage"
 
 
-def test_random_states_go_on_or_are_derived():
+def test_random_states_are_kept_or_derived():
     old = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         old.append({"cpu": torch.get_rng_state(), "numpy": None, "random": None, "cuda": torch.zeros(16).byte()})
-    found = [random_states(old, rank) for rank in range(6)]
-    assert found[0] == old[0] and found[1] == old[1]
+    states = [random_states(old, rank) for rank in range(6)]
+    assert states[0] == old[0] and states[1] == old[1]
     from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager as Manager
 
     kept, draws = Manager.get_rng_state(), []
     for rank in range(2, 6):
-        Manager.load_rng_state(found[rank])
+        Manager.load_rng_state(states[rank])
         again = random_states(old, rank)
-        assert torch.equal(again["cpu"], found[rank]["cpu"]) and again["random"] == found[rank]["random"]
-        assert found[rank]["cuda"].dtype == torch.uint8 and found[rank]["cuda"].numel() == 16
+        assert torch.equal(again["cpu"], states[rank]["cpu"]) and again["random"] == states[rank]["random"]
+        assert states[rank]["cuda"].dtype == torch.uint8 and states[rank]["cuda"].numel() == 16
         draws.append((torch.rand(1).item(), module.np.random.rand(), module.random.random()))
     Manager.load_rng_state(kept)
     assert all(len(set(values)) == 4 for values in zip(*draws))
@@ -277,7 +276,7 @@ def test_random_states_go_on_or_are_derived():
 
 
 @pytest.mark.parametrize("after", [1, 4, 5])
-def test_8_bit_moments_keep_their_qdata_or_else_their_values(after):
+def test_8_bit_moments_keep_their_qdata_or_become_fp32(after):
     from torchao.optim.subclass_8bit import OptimState8bit
 
     shards = [OptimState8bit.zeros((32, 384), block_size=256) for _ in range(2)]
@@ -288,13 +287,13 @@ def test_8_bit_moments_keep_their_qdata_or_else_their_values(after):
     like = torch.empty(64, 384, device="meta")
     for rank in range(after):
         begin, end = rows_of_rank(64, after, rank)
-        found = rows_of(shards, begin, end, like)
-        assert isinstance(found, OptimState8bit) == (begin % 2 == end % 2 == 0), "two rows of 384 are three blocks"
-        if isinstance(found, OptimState8bit):
-            assert found.block_size == 256 and found.signed == shards[0].signed
-            assert torch.equal(found.codes, torch.cat([shard.codes for shard in shards])[begin:end])
-            found = found.dequantize()
-        assert found.dtype == torch.float32 and torch.equal(found, whole[begin:end])
+        rows = rows_of(shards, begin, end, like)
+        assert isinstance(rows, OptimState8bit) == (begin % 2 == end % 2 == 0), "two rows of 384 are three blocks"
+        if isinstance(rows, OptimState8bit):
+            assert rows.block_size == 256 and rows.signed == shards[0].signed
+            assert torch.equal(rows.codes, torch.cat([shard.codes for shard in shards])[begin:end])
+            rows = rows.dequantize()
+        assert rows.dtype == torch.float32 and torch.equal(rows, whole[begin:end])
     mixed = rows_of([shards[0], whole[32:]], 30, 34, like)
     assert torch.equal(mixed, whole[30:34])
 
@@ -345,35 +344,36 @@ def damage(step: Path, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("fsdp1", "written under FSDP1, whose optimizer states cannot be cut again; resume with 2 GPUs, or merge it"),
+        (
+            "fsdp1",
+            "written under FSDP1, whose optimizer states cannot be sharded again; resume with 2 GPUs, or merge it",
+        ),
         ("no config", "fsdp_config.json is not what verl writes (JSONDecodeError); copy the checkpoint again."),
         ("missing rank", "_world_size_2_rank_1.pt is missing; there is no earlier checkpoint"),
-        ("no model", "lacks model_world_size_2_rank_*.pt, which fsdp_config.json speaks of"),
+        ("no model", "lacks model_world_size_2_rank_*.pt, which fsdp_config.json names"),
         ("truncated", "optim_world_size_2_rank_1.pt is damaged ("),
         ("other rows", "the shards of model['embed'] do not add up to its 67 rows"),
-        ("other step", "hold different values at optim['state'][0]['step']; it is no whole one."),
-        ("other keys", "hold different keys at optim['state']; it is no whole one."),
-        ("other dimension", "optim['state'][0]['exp_avg'] is placed as (Shard(dim=1),); only FSDP2's cut"),
-        ("plain", "hold different types at optim['state'][0]['exp_avg']; it is no whole one."),
+        ("other step", "hold different values at optim['state'][0]['step']; it is inconsistent."),
+        ("other keys", "hold different keys at optim['state']; it is inconsistent."),
+        ("other dimension", "optim['state'][0]['exp_avg'] is placed as (Shard(dim=1),); only FSDP2's sharding"),
+        ("plain", "hold different types at optim['state'][0]['exp_avg']; it is inconsistent."),
     ],
 )
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "out"])
-def test_a_checkpoint_that_cannot_be_rewritten_is_one_sentence_and_nothing_is_left(
-    what, sentence, beside, step, tmp_path
-):
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out"])
+def test_a_refused_checkpoint_gives_one_sentence_and_writes_nothing(what, sentence, in_place, step, tmp_path):
     damage(step, what)
     before = digests(tmp_path)
-    said = refused(str(step), "--gpus", "3", *([] if beside else ["--out", str(tmp_path / "out")]))
-    assert said.startswith("error: ") and sentence in said and "\n" not in said
+    message = refused(str(step), "--gpus", "3", *([] if in_place else ["--out", str(tmp_path / "out")]))
+    assert message.startswith("error: ") and sentence in message and "\n" not in message
     assert digests(tmp_path) == before and not any(tmp_path.rglob(".*"))
 
 
-def test_words_that_cannot_be_meant_are_one_sentence(step, tmp_path):
+def test_invalid_arguments_give_one_sentence(step, tmp_path):
     assert f"{step / 'actor'} was written by 2 ranks already; resume it as it is." in refused(str(step), "--gpus", "2")
-    assert "--gpus 0 is no number of ranks" in refused(str(step), "--gpus", "0")
+    assert "--gpus 0 is not a number of ranks" in refused(str(step), "--gpus", "0")
     assert "is remote; copy the checkpoint" in refused("hdfs://host/global_step_3", "--gpus", "3")
     assert "s3://bucket/new is remote" in refused(str(step), "--gpus", "3", "--out", "s3://bucket/new")
-    assert "is no folder global_step_<n> of a verl run" in refused(str(tmp_path), "--gpus", "3")
+    assert "is not a folder global_step_<n> of a verl run" in refused(str(tmp_path), "--gpus", "3")
     assert "exists and is not an empty folder" in refused(str(step), "--gpus", "3", "--out", str(step.parent))
     (tmp_path / "global_step_9").mkdir()
     assert "holds no checkpoint of verl's FSDP engines" in refused(str(tmp_path / "global_step_9"), "--gpus", "3")
@@ -381,8 +381,8 @@ def test_words_that_cannot_be_meant_are_one_sentence(step, tmp_path):
     assert "holds files of 3 ranks already; resume with 3 GPUs, or remove" in refused(str(step), "--gpus", "3")
 
 
-@pytest.mark.parametrize("beside", [True, False], ids=["beside", "out"])
-def test_a_write_that_fails_leaves_nothing(beside, step, tmp_path, monkeypatch):
+@pytest.mark.parametrize("in_place", [True, False], ids=["in_place", "out"])
+def test_a_failed_write_leaves_no_files(in_place, step, tmp_path, monkeypatch):
     stock, before = torch.save, digests(tmp_path)
 
     def full(state, file):
@@ -392,17 +392,17 @@ def test_a_write_that_fails_leaves_nothing(beside, step, tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(ReshardError, match="could not be written .*No space left on device"):
-        reshard(step, 3, None if beside else tmp_path / "out")
+        reshard(step, 3, None if in_place else tmp_path / "out")
     assert digests(tmp_path) == before and not any(tmp_path.rglob(".*"))
 
 
-def test_a_disk_without_room_is_said_before_anything_is_written(step, monkeypatch):
+def test_a_full_disk_is_reported_before_writing(step, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(ReshardError, match="the new files need .* kB and the disk of .* has 1 bytes? left; make room"):
         reshard(step, 3)
 
 
-def test_the_command_says_what_was_written_and_how_to_resume(tmp_path):
+def test_the_command_prints_what_it_wrote_and_how_to_resume(tmp_path):
     step = save(tmp_path / "global_step_3", 4, replicas=2)
     result = CliRunner().invoke(app, ["reshard", str(step), "--gpus", "3"])
     assert result.exit_code == 0, result.output
@@ -418,13 +418,13 @@ def test_the_command_says_what_was_written_and_how_to_resume(tmp_path):
 
 
 def trainee(world: int, seed: int):
-    """(verl's checkpoint manager, its model, its optimizer, its schedule) under FSDP2 on a mesh as verl makes it."""
+    """(verl's checkpoint manager, model, optimizer, schedule) under FSDP2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     model = tiny_model("qwen3", seed, vocab_size=67, num_hidden_layers=1)
-    model.spare = torch.nn.Parameter(torch.randn(4, 3))  # of three ranks the last has nothing of it
+    model.spare = torch.nn.Parameter(torch.randn(4, 3))  # empty on the last of three ranks
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=["fsdp"])
     fully_shard(model.model.layers[0], mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -434,7 +434,7 @@ def trainee(world: int, seed: int):
 
 
 def train(model, optimizer, schedule, seed: int) -> None:
-    """A step on tokens that are the same on all ranks."""
+    """A step on the same tokens on all ranks."""
     tokens = torch.randint(0, 67, (2, 12), generator=torch.Generator().manual_seed(seed))
     logits = model(tokens, use_cache=False).logits
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -450,7 +450,7 @@ def update(optimizer, schedule) -> None:
 
 
 def give_gradients(model) -> None:
-    """Gradients that are equal in every bit, however the model is sharded."""
+    """The same gradients in every bit, independent of the sharding."""
     generator = torch.Generator().manual_seed(9)
     for parameter in model.parameters():
         whole, mesh = torch.randn(parameter.shape, generator=generator), parameter.device_mesh
@@ -458,14 +458,14 @@ def give_gradients(model) -> None:
 
 
 def whole_state(model, optimizer, schedule) -> dict[str, torch.Tensor]:
-    found = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.full_tensor() for name, tensor in model.state_dict().items()}
     for index, state in optimizer.state_dict()["state"].items():
         assert len(state) == 3
         for name, tensor in state.items():
-            found[f"{name}.{index}"] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    found["lr"] = torch.tensor(schedule.get_last_lr())
-    found["epoch"] = torch.tensor(schedule.last_epoch)
-    return {name: tensor.clone() for name, tensor in found.items()}
+            tensors[f"{name}.{index}"] = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    tensors["lr"] = torch.tensor(schedule.get_last_lr())
+    tensors["epoch"] = torch.tensor(schedule.last_epoch)
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def saves(rank: int, run: str) -> None:
@@ -492,13 +492,15 @@ def resumes(rank: int, run: str, world: int) -> None:
     assert torch.equal(torch.rand(4), seen["drawn"]) == (rank < 2)
 
     def same_as(expected: dict[str, torch.Tensor], rounded: bool) -> None:
-        found = whole_state(*trained)
-        assert found.keys() == expected.keys()
+        actual = whole_state(*trained)
+        assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
             if rounded:  # the model's update is 1e-3 / 4
-                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    actual[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                )
             else:
-                assert torch.equal(found[name], tensor), name
+                assert torch.equal(actual[name], tensor), name
 
     same_as(seen["saved"], rounded=False)
     give_gradients(trained[0])
@@ -509,7 +511,7 @@ def resumes(rank: int, run: str, world: int) -> None:
 
 
 def saves_and_resumes(rank: int, run: str) -> None:
-    """Two of three processes train and save, all three resume, then one does by itself."""
+    """Two of three processes train and save; then all three resume, then one alone."""
     if rank < 2:
         with joined(rank, 2, f"{run}/two"):
             saves(rank, run)
@@ -523,5 +525,5 @@ def saves_and_resumes(rank: int, run: str) -> None:
             resumes(0, run, 1)
 
 
-def test_verl_saves_on_two_ranks_and_goes_on_with_three_and_with_one(tmp_path, cpu_platform):
+def test_verl_saves_on_two_ranks_and_resumes_on_three_and_on_one(tmp_path, cpu_platform):
     run_in_processes(3, saves_and_resumes, str(tmp_path))

@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint of the FP8 engine on two GPUs, cut by ``jetrl reshard``, goes on under NCCL on one and on four.
+"""A checkpoint of the FP8 engine on two GPUs, resharded, resumes under NCCL on one and on four.
 
-What a weight sync sends after loading is what the two GPUs sent when they saved, bit for bit. All ranks see the same
-sequences, so the next step has the same gradient on any number of them, to the rounding of its sum over ranks.
+The weight sync after loading sends the same bytes as the one at saving. All ranks see the same sequences, so the next
+gradient norm is equal up to rounding.
 """
 
 import pytest
@@ -43,7 +43,7 @@ def resumes(rank: int, run: str, other: str, world: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs make the checkpoint")
-def test_a_checkpoint_of_two_gpus_goes_on_on_another_number(tmp_path):
+def test_a_checkpoint_of_two_gpus_resumes_on_one_and_four(tmp_path):
     policy, other = (str(tmp_path / name) for name in ("policy", "other"))
     for seed, path in enumerate((policy, other)):
         tiny_model("qwen3", seed).save_pretrained(path)

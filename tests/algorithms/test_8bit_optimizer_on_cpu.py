@@ -53,7 +53,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 
 def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
-    # Eager: compiling the update for each shape would take the test's time several times over.
+    # Compiling the update for each shape would take several times as long.
     torch._dynamo.config.disable = True
     engine = build(folder, optimizer=ADAMW_8BIT)
     start = weights(engine)
@@ -80,8 +80,10 @@ def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
     resumed = build(folder, optimizer=ADAMW_8BIT)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
     train(resumed, rank, 2)
-    expected, found = weights(engine), weights(resumed)
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), "the moments were not restored"
+    expected, restored = weights(engine), weights(resumed)
+    assert all(torch.equal(restored[name], tensor) for name, tensor in expected.items()), (
+        "the moments were not restored"
+    )
 
 
 def test_adamw_with_8_bit_moments_trains_and_resumes(tmp_path: Path, cpu_platform):

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive correction: cases worked out by hand, the gradient that it stands for, and its way into verl's batch."""
+"""The adaptive correction: cases worked out by hand, its gradient, and the weights that verl's actor gets."""
 
 import math
 
@@ -32,10 +32,10 @@ def diagnosed(fields: dict[str, torch.Tensor]) -> Diagnostics:
 def test_a_batch_worked_out_by_hand():
     """r = w = 2 and 1/2, A = 1 and -1: R = 1.25^2 / 2.125, D = (2 - 1 - ln 2 + 1/2 - 1 + ln 2) / 2, V = 2.125."""
     fields = batch([2.0, 0.5], [1.0, -1.0])
-    found = diagnosed(fields)
-    assert found == pytest.approx((1.5625 / 2.125, 0.25, 2.125))
+    diagnostics = diagnosed(fields)
+    assert diagnostics == pytest.approx((1.5625 / 2.125, 0.25, 2.125))
     alpha = 0.5 * (1.5625 / 2.125) / 2.125
-    assert found.mixing(0.25) == pytest.approx(alpha)
+    assert diagnostics.mixing(0.25) == pytest.approx(alpha)
     metrics = adapt(fields, 0.25)
     assert fields["rollout_is_weights"][0].tolist() == pytest.approx([1 + alpha, 1 - alpha / 2])
     assert metrics == pytest.approx(
@@ -48,37 +48,39 @@ def test_a_batch_worked_out_by_hand():
     )
 
 
-def test_divergence_is_that_of_the_ratios_and_the_rest_of_their_truncated_values():
+def test_only_divergence_uses_the_untruncated_ratios():
     """r = 4 and 1 with C = 2, A = 0 and 1: w = 2 and 1, D = (4 - 1 - ln 4) / 2, R = 1.5^2 / 2.5, V = 1."""
-    found = diagnosed(batch([4.0, 1.0], [0.0, 1.0]))
-    assert found == pytest.approx((2.25 / 2.5, (3 - math.log(4)) / 2, 1.0))
+    diagnostics = diagnosed(batch([4.0, 1.0], [0.0, 1.0]))
+    assert diagnostics == pytest.approx((2.25 / 2.5, (3 - math.log(4)) / 2, 1.0))
 
 
-def test_what_amplifies_less_is_not_corrected_more():
-    """A small weight on the one token with an advantage: V = 1/16, which counts as 1."""
-    found = diagnosed(batch([0.25, 1.0], [1.0, 0.0]))
-    assert found.amplification == pytest.approx(1 / 16)
-    assert found.mixing(1e-3) == pytest.approx(found.divergence / (found.divergence + 1e-3) * found.reliability)
+def test_amplification_below_one_counts_as_one():
+    """A small weight on the one token with an advantage: V = 1/16."""
+    diagnostics = diagnosed(batch([0.25, 1.0], [1.0, 0.0]))
+    assert diagnostics.amplification == pytest.approx(1 / 16)
+    assert diagnostics.mixing(1e-3) == pytest.approx(
+        diagnostics.divergence / (diagnostics.divergence + 1e-3) * diagnostics.reliability
+    )
 
 
-def test_equal_policies_are_left_uncorrected():
+def test_equal_policies_are_not_corrected():
     fields = batch([1.0, 1.0, 1.0], [1.0, -2.0, 0.5])
     assert diagnosed(fields) == (1.0, 0.0, 1.0)
     assert adapt(fields, 1e-3)["rollout_corr/adaptive/mixing"] == 0
     assert torch.equal(fields["rollout_is_weights"], torch.ones(1, 3))
 
 
-def test_half_of_it_at_the_scale_and_never_more_than_all():
+def test_mixing_is_half_at_the_scale_and_at_most_one():
     assert Diagnostics(1.0, 3e-4, 1.0).mixing(3e-4) == pytest.approx(0.5)
     assert Diagnostics(1.0, 1e6, 0.0).mixing(1e-3) == pytest.approx(1.0, abs=1e-8)
 
 
-def test_tokens_outside_of_responses_count_for_nothing():
+def test_masked_tokens_do_not_count():
     within = batch([2.0, 0.5], [1.0, -1.0])
-    beside = batch([2.0, 0.5, 1e6], [1.0, -1.0, 50.0], mask=[1.0, 1.0, 0.0])
-    assert diagnosed(within) == diagnosed(beside)
-    adapt(beside, 0.25)
-    assert beside["rollout_is_weights"][0, 2] == 0
+    padded = batch([2.0, 0.5, 1e6], [1.0, -1.0, 50.0], mask=[1.0, 1.0, 0.0])
+    assert diagnosed(within) == diagnosed(padded)
+    adapt(padded, 0.25)
+    assert padded["rollout_is_weights"][0, 2] == 0
 
 
 @pytest.mark.parametrize(
@@ -89,13 +91,13 @@ def test_tokens_outside_of_responses_count_for_nothing():
     ],
     ids=["no response", "no advantage"],
 )
-def test_a_batch_that_says_nothing_gives_numbers(fields, expected):
+def test_a_batch_without_responses_or_advantages_gives_finite_numbers(fields, expected):
     assert diagnosed(fields) == pytest.approx(expected)
     assert all(math.isfinite(value) for value in adapt(fields, 1e-3).values())
 
 
 def test_the_gradient_lies_between_the_uncorrected_and_the_weighted_one(cpu_platform):
-    """verl's own PPO loss: its gradient under the mixed weights is the interpolation that the definition names."""
+    """verl's own PPO loss: its gradient under the mixed weights is the interpolation of both gradients."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import ActorConfig
 
@@ -133,15 +135,15 @@ def test_the_gradient_lies_between_the_uncorrected_and_the_weighted_one(cpu_plat
     torch.testing.assert_close(gradient(fields["rollout_is_weights"]), expected)
 
 
-def test_what_verl_hands_to_the_actor_are_the_mixed_weights(own_trainer, monkeypatch):
-    """Through the trainer's own method, next to its metrics; weights are those of verl without the hook."""
+def test_verls_actor_gets_the_mixed_weights(own_trainer, monkeypatch):
+    """Through verl's own method, whose metrics stay; installing the hook twice applies it once."""
     correction = {"rollout_is": "token", "rollout_is_threshold": 2.0}
     _, plain = compute_advantage(own_trainer, monkeypatch, correction)
     install_in_trainer(0.1)
     install_in_trainer(0.1)
-    found, mixed = compute_advantage(own_trainer, monkeypatch, correction)
-    alpha = found["rollout_corr/adaptive/mixing"]
-    assert 0 < alpha < 1 and "rollout_corr/k3_kl" in found
+    metrics, mixed = compute_advantage(own_trainer, monkeypatch, correction)
+    alpha = metrics["rollout_corr/adaptive/mixing"]
+    assert 0 < alpha < 1 and "rollout_corr/k3_kl" in metrics
     for row, ratios in enumerate(RATIOS):
         truncated = torch.tensor(ratios).clamp(max=2.0)
         torch.testing.assert_close(plain["rollout_is_weights"][row], truncated)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Where the clip bounds go: cases worked out by hand on a coarse grid, then properties on noisy ratios."""
+"""Calibrated clip bounds: cases worked out by hand on a coarse grid, then properties on noisy ratios."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from jetrl_verl.algorithms.calibrated_clipping import LOWER_LIMITS, START, UPPER
 
 def statistics(tokens, points: int = 5) -> RatioStatistics:
     """Candidates 0.5, 0.6, 0.7, 0.8, 0.9 and 1.2, 1.4, 1.6, 1.8, 2.0; ``tokens`` are (R_fp8, R_bf16, A)."""
-    found = RatioStatistics(points)
+    stats = RatioStatistics(points)
     ratio, bf16_ratio, advantages = torch.tensor(tokens).T
-    found.add(ratio, bf16_ratio, advantages, torch.ones(len(tokens), dtype=torch.bool), bf16_lower=0.8)
-    return found
+    stats.add(ratio, bf16_ratio, advantages, torch.ones(len(tokens), dtype=torch.bool), bf16_lower=0.8)
+    return stats
 
 
 # BF16 clips two negative tokens (0.7 and 0.75 are below 0.8), FP8 at 0.8 would clip four.
@@ -47,13 +47,13 @@ def test_bounds_stay_within_their_limits():
     assert statistics(none_by_bf16 + far_up).bounds() == pytest.approx((LOWER_LIMITS[0], UPPER_LIMITS[1]))
 
 
-def test_a_ratio_on_a_bound_is_not_clipped():
+def test_a_ratio_equal_to_a_bound_is_not_clipped():
     """PPO clips R < L and R > H; with a token on each candidate, no bound may move past it."""
-    found = RatioStatistics(5)
-    edges = torch.cat([found.lower, found.upper])
+    stats = RatioStatistics(5)
+    edges = torch.cat([stats.lower, stats.upper])
     signs = torch.tensor([-1.0] * 5 + [1.0] * 5, dtype=torch.float64)
-    found.add(edges, torch.ones(10), signs, torch.ones(10, dtype=torch.bool), 0.8)
-    assert found.bounds() == (found.lower[0].item(), found.upper[-1].item())
+    stats.add(edges, torch.ones(10), signs, torch.ones(10, dtype=torch.bool), 0.8)
+    assert stats.bounds() == (stats.lower[0].item(), stats.upper[-1].item())
 
 
 def test_a_bound_without_a_token_of_its_sign_stays():
@@ -63,23 +63,23 @@ def test_a_bound_without_a_token_of_its_sign_stays():
     assert RatioStatistics().bounds() == START
 
 
-def test_masked_tokens_and_zero_advantages_are_left_out():
-    found = statistics(NEGATIVE)
-    expected = found.bounds()
+def test_masked_tokens_and_zero_advantages_do_not_count():
+    stats = statistics(NEGATIVE)
+    expected = stats.bounds()
     ratio = torch.tensor([0.1, 0.1, 0.1])
-    found.add(ratio, ratio, torch.tensor([-1.0, 1.0, 0.0]), torch.tensor([False, False, True]), 0.8)
-    assert found.bounds() == expected and found.tokens == (5, 0)
+    stats.add(ratio, ratio, torch.tensor([-1.0, 1.0, 0.0]), torch.tensor([False, False, True]), 0.8)
+    assert stats.bounds() == expected and stats.tokens == (5, 0)
 
 
 @pytest.mark.parametrize("advantage", [-3.0, 3.0])
 @pytest.mark.parametrize("lost", ["fp8", "bf16", "both"])
-def test_a_token_without_a_ratio_is_left_out(lost, advantage):
+def test_a_token_with_a_nan_ratio_does_not_count(lost, advantage):
     """One NaN among the positive tokens would count as clipped by every candidate, and H would move for it."""
     finite = NEGATIVE + [(1.3, 1.3, 3.0), (1.5, 1.4, 1.5), (1.7, 1.4, 2.0)]
     nan = (float("nan") if lost != "bf16" else 0.55, float("nan") if lost != "fp8" else 0.55, advantage)
-    expected, found = statistics(finite), statistics([*finite[:3], nan, *finite[3:], nan])
-    assert found.bounds() == expected.bounds()
-    assert (found.tokens, found.bf16_clipped) == (expected.tokens, expected.bf16_clipped)
+    expected, actual = statistics(finite), statistics([*finite[:3], nan, *finite[3:], nan])
+    assert actual.bounds() == expected.bounds()
+    assert (actual.tokens, actual.bf16_clipped) == (expected.tokens, expected.bf16_clipped)
 
 
 def noisy(tokens: int = 20000):
@@ -90,14 +90,14 @@ def noisy(tokens: int = 20000):
     return (change + noise).exp(), change.exp(), torch.randn(tokens, generator=generator)
 
 
-def test_fp8_then_clips_as_often_as_bf16_and_both_signs_lose_the_same_mass():
+def test_fp8_clips_as_often_as_bf16_and_both_signs_lose_equal_mass():
     ratio, bf16_ratio, advantages = noisy()
     negative, positive = advantages < 0, advantages > 0
     wanted = (bf16_ratio[negative] < 0.8).sum()
     assert (ratio[negative] < 0.8).sum() > 3 * wanted, "the premise: noise multiplies clipping"
-    found = RatioStatistics()
-    found.add(ratio, bf16_ratio, advantages, torch.ones_like(negative), 0.8)
-    low, high = found.bounds()
+    stats = RatioStatistics()
+    stats.add(ratio, bf16_ratio, advantages, torch.ones_like(negative), 0.8)
+    low, high = stats.bounds()
     assert 0 <= wanted - (ratio[negative] < low).sum() <= 2
     lost_below = -advantages[negative & (ratio < low)].sum()
     lost_above = advantages[positive & (ratio > high)].sum()
@@ -115,7 +115,7 @@ def test_statistics_add_up_over_micro_batches():
     assert parts.bounds() == whole.bounds() and parts.tokens == whole.tokens
 
 
-def test_every_interval_steps_one_step_collects_and_its_end_moves_the_bounds():
+def test_one_step_per_interval_collects_and_moves_the_bounds():
     clip = CalibratedClip(interval=3)
     collected = []
     for step in range(1, 8):
@@ -128,7 +128,7 @@ def test_every_interval_steps_one_step_collects_and_its_end_moves_the_bounds():
     assert collected == [False, False, True, False, False, True, False]
 
 
-def test_a_resumed_run_goes_on_with_its_bounds_and_its_count():
+def test_a_resumed_run_keeps_its_bounds_and_its_count():
     clip = CalibratedClip(interval=3)
     clip.start_step("cpu")
     clip.low, clip.high = 0.7, 1.5
@@ -141,6 +141,6 @@ def test_a_resumed_run_goes_on_with_its_bounds_and_its_count():
     assert resumed.calibrating
 
 
-def test_an_interval_of_none_is_refused():
+def test_an_interval_of_zero_is_refused():
     with pytest.raises(ValueError, match="an interval of 0 steps"):
         CalibratedClip(0)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Invariant scaling leaves the function alone, to the rounding that its docstring states, and can be undone."""
+"""Invariant scaling keeps the model's function up to rounding, and can be undone."""
 
 import json
 
@@ -48,7 +48,7 @@ def test_the_function_is_unchanged_in_fp32(family):
     model = with_trained_norms(family)
     before = logits(model, torch.float32)
     changed = fold(model.named_parameters(), S, model_family({"model_type": family}))
-    # A router reads a mixture's second norm beside the experts, so that norm stays.
+    # A mixture's second norm also feeds the router, so it is not scaled.
     per_layer = 1 + 3 if family == "qwen3_moe" else len(NORMS) + len(PROJECTIONS)
     assert len(changed) == 2 * per_layer
     assert (logits(model, torch.float32) - before).norm() < 2e-6 * before.norm()
@@ -56,7 +56,7 @@ def test_the_function_is_unchanged_in_fp32(family):
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_the_bf16_function_is_unchanged_to_rounding(family):
-    """From a BF16 checkpoint, 1.5 costs as much as one more rounding of these weights and 2 costs nothing at all."""
+    """From a BF16 checkpoint, 1.5 costs one more rounding of these weights and 2 costs nothing."""
     exact = logits(with_trained_norms(family).to(torch.bfloat16), torch.float32)
     before = logits(with_trained_norms(family), torch.bfloat16)
 
@@ -75,12 +75,12 @@ def test_unfolding_returns_the_master_weights(family):
     model = with_trained_norms(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     touched = set(fold(model.named_parameters(), S, model_family({"model_type": family})))
-    found = dict(unfolded(model.state_dict().items(), S, model_family({"model_type": family})))
-    assert list(found) == list(before)
+    restored = dict(unfolded(model.state_dict().items(), S, model_family({"model_type": family})))
+    assert list(restored) == list(before)
     for name, tensor in before.items():
         ulp = (torch.nextafter(tensor.abs(), torch.tensor(torch.inf)) - tensor.abs()) if name in touched else 0
-        assert ((found[name] - tensor).abs() <= ulp).all(), name
-        assert found[name].dtype == tensor.dtype
+        assert ((restored[name] - tensor).abs() <= ulp).all(), name
+        assert restored[name].dtype == tensor.dtype
 
 
 def test_unfolding_returns_a_bf16_checkpoint_exactly():
@@ -92,7 +92,7 @@ def test_unfolding_returns_a_bf16_checkpoint_exactly():
 
 
 def test_the_quantized_weight_hardly_changes():
-    """Why a control with 1.5 times the learning rate is needed: the qdata are those of the unscaled weight."""
+    """This is why a control with 1.5 times the learning rate is needed."""
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
     before = quantize_128x128(weight.to(torch.bfloat16), "fp32")
     after = quantize_128x128((weight / S).to(torch.bfloat16), "fp32")
@@ -102,13 +102,13 @@ def test_the_quantized_weight_hardly_changes():
     torch.testing.assert_close(before.scales / S, after.scales, rtol=2**-7, atol=0)
 
 
-def test_a_state_dict_will_do_and_meta_tensors_too():
+def test_fold_accepts_a_state_dict_and_meta_tensors():
     model = with_trained_norms("llama")
     llama = model_family({"model_type": "llama"})
     assert fold(model.state_dict().items(), S, llama) == fold(model.to("meta").named_parameters(), S, llama)
 
 
-def test_only_what_a_norm_feeds_is_touched():
+def test_only_norms_and_the_projections_they_feed_change():
     model = with_trained_norms("qwen3")
     changed = {name.rpartition(".layers.")[2].partition(".")[2] for name in fold(model.named_parameters(), S, QWEN3)}
     assert changed == {f"{module}.weight" for module in (*NORMS, *PROJECTIONS)}
@@ -125,8 +125,8 @@ def test_a_model_with_other_norms_is_refused():
 
 
 @pytest.mark.parametrize(("first", "second"), [(S, S), (S, 3.0), (S, 1.0), (1.0, S), (1.0, 1.0)])
-def test_a_model_that_carries_a_factor_gets_what_is_missing(first, second, tmp_path):
-    """Stages of training, each from the folder that the one before saved."""
+def test_a_model_with_a_factor_is_scaled_by_the_missing_rest(first, second, tmp_path):
+    """The second training stage starts from the folder of the first."""
     model = with_trained_norms("qwen3")
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if second != 1:
@@ -141,7 +141,7 @@ def test_a_model_that_carries_a_factor_gets_what_is_missing(first, second, tmp_p
         torch.testing.assert_close(tensor, expected[name], rtol=3e-7, atol=0)
 
 
-def test_the_advice_for_another_factor_holds(tmp_path):
+def test_the_remedy_for_a_mismatched_factor_works(tmp_path):
     """A checkpoint with 2.25, of a run that folded 1.5 twice; the run starts from the first stage's folder."""
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "config.json").write_text(json.dumps({FOLDED: 2.25}))
@@ -154,6 +154,6 @@ def test_the_advice_for_another_factor_holds(tmp_path):
 
 
 @pytest.mark.parametrize("s", [0.0, -1.5, float("nan"), float("inf")])
-def test_a_factor_that_is_no_factor_is_refused(s):
+def test_an_invalid_factor_is_refused(s):
     with pytest.raises(ValueError, match="invariant scaling by"):
         fold(tiny_model("llama").named_parameters(), s, model_family({"model_type": "llama"}))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The policy losses against numbers worked out by hand, their gradients, and verl's own loss where they must agree."""
+"""The policy losses against values worked out by hand, finite differences, and verl's own loss."""
 
 import math
 
@@ -98,17 +98,17 @@ def test_gradient_is_that_of_the_objective(loss):
 
 
 @pytest.mark.parametrize(("loss", "high"), [("qurl_decoupled", 0.2), ("qurl_acr", 0.28), ("vanilla", 0.28)])
-def test_without_mismatch_every_loss_is_verls(loss, high):
+def test_without_mismatch_every_loss_equals_verls(loss, high):
     """r0 = 1 everywhere: the same bits as ``vanilla`` without a correction, under any clip range and mean."""
     config = actor_config(clip_ratio_high=high, loss_agg_mode="seq-mean-token-mean")
     arguments = dict(config=config, loss_agg_mode=config.loss_agg_mode)
     expected, metrics = get_policy_loss_fn("vanilla")(**batch(), **arguments)
-    found, more = get_policy_loss_fn(loss)(**batch(), **arguments, rollout_is_weights=torch.ones(1, 8))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    value, more = get_policy_loss_fn(loss)(**batch(), **arguments, rollout_is_weights=torch.ones(1, 8))
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
     assert metrics.items() <= more.items()
 
 
-def test_adaptive_range_is_truncated_importance_sampling_where_nothing_is_truncated():
+def test_acr_without_truncation_equals_truncated_importance_sampling():
     r0 = torch.tensor([R0]).clamp(max=2.0)
     tis, _ = get_policy_loss_fn("vanilla")(**batch(), config=actor_config(), rollout_is_weights=r0)
     acr, _ = get_policy_loss_fn("qurl_acr")(**batch(), config=actor_config(), rollout_is_weights=r0)
@@ -122,7 +122,7 @@ def test_the_threshold_is_an_option():
     assert value.item() == pytest.approx(-4.1 / 7, rel=1e-6)
 
 
-def test_what_was_truncated_is_reported_by_sign_of_the_advantage():
+def test_truncated_shares_are_reported_by_sign_of_the_advantage():
     """Shares of seven tokens: 3, 4 and 5 with a positive advantage, 7 with a negative one; 8 is masked out."""
     data, r0 = dict(**batch(), config=actor_config()), torch.tensor([R0])
     _, metrics = get_policy_loss_fn("qurl_acr")(**data, rollout_is_weights=r0)
@@ -135,18 +135,18 @@ def test_what_was_truncated_is_reported_by_sign_of_the_advantage():
 @pytest.mark.parametrize(
     ("loss", "positive", "negative"), [("qurl_decoupled", 3 / 7, 2 / 7), ("qurl_acr", 2 / 7, 2 / 7)]
 )
-def test_what_was_clipped_is_reported_as_of_every_loss(monkeypatch, loss, positive, negative):
+def test_clipped_shares_are_reported(monkeypatch, loss, positive, negative):
     """Tokens 1, 4 and 5, but ACR's loosened bound lets 4 through; 2 and, by the dual clip, 6."""
     from verl.workers.utils import losses
 
     from jetrl_verl.metrics import hooks
     from jetrl_verl.patches import batch_hooks
 
-    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # taken out again
+    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # removed after the test
     hooks.install_in_actor()
     arguments = dict(**batch(), config=actor_config(), rollout_is_weights=torch.tensor([R0]))
-    _, found = losses.get_policy_loss_fn(loss)(**arguments)
-    assert (found["actor/jetrl/clipped/positive"], found["actor/jetrl/clipped/negative"]) == (positive, negative)
+    _, metrics = losses.get_policy_loss_fn(loss)(**arguments)
+    assert (metrics["actor/jetrl/clipped/positive"], metrics["actor/jetrl/clipped/negative"]) == (positive, negative)
 
 
 def test_masked_tokens_change_nothing():
@@ -160,12 +160,12 @@ def test_masked_tokens_change_nothing():
 
 
 @pytest.mark.parametrize("loss", ["qurl_decoupled", "qurl_acr"])
-def test_a_loss_that_needs_the_ratio_says_how_to_get_it(loss):
+def test_a_loss_without_the_rollouts_ratio_is_refused(loss):
     with pytest.raises(ValueError, match=f"rollout_is=null is not supported with loss_mode={loss}: .*rollout_is=token"):
         get_policy_loss_fn(loss)(**batch(), config=actor_config())
 
 
-def test_verl_passes_the_ratio_untruncated_under_the_threshold_of_the_precisions():
+def test_verl_does_not_truncate_below_the_threshold_of_1e9():
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
     log_ratio = torch.tensor([[0.0, 3.0, 25.0]])

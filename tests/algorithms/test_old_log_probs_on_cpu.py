@@ -1,8 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout's log-probabilities as the old ones: which sequences a step checks, and what a difference in a bit does.
+"""``jetrl.old_log_probs=rollout``: which sequences a step checks, and that a difference in one bit stops the run.
 
-verl's own trainer method, in bypass mode and with the hook, on a batch whose queue and actor are stand-ins.
+verl's own trainer method runs with the hook; queue and actor are stand-ins.
 """
 
 import pytest
@@ -25,13 +25,13 @@ def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
 
 
 def next_bits(value: torch.Tensor) -> torch.Tensor:
-    """The FP32 numbers whose last bit is the other one."""
+    """FP32 numbers with the last bit flipped."""
     return (value.view(torch.int32) ^ 1).view(torch.float32)
 
 
 @pytest.mark.parametrize(("rows", "count"), [(8, 2), (7, 2), (5, 3), (6, 6), (12, 5), (9, 1)])
 @pytest.mark.parametrize("start", [0, 1, 17])
-def test_every_position_is_seen_once_the_window_has_gone_round(rows, count, start):
+def test_the_window_covers_every_position(rows, count, start):
     steps = range(start, start + -(-rows // count))
     windows = [rows_to_check([True] * rows, count, step) for step in steps]
     assert set().union(*windows) == set(range(rows))
@@ -39,7 +39,7 @@ def test_every_position_is_seen_once_the_window_has_gone_round(rows, count, star
     assert windows == [rows_to_check([True] * rows, count, step) for step in steps], "a resumed run checks the same"
 
 
-def test_padding_is_chosen_only_where_sequences_are_too_few():
+def test_padding_is_chosen_only_if_sequences_are_too_few():
     real = [True, False, True, True, False, True]
     assert set().union(*(rows_to_check(real, 2, step) for step in range(2))) == {0, 2, 3, 5}
     assert rows_to_check(real, 5, 3) == [0, 1, 2, 3, 5]
@@ -54,13 +54,13 @@ def test_padding_is_chosen_only_where_sequences_are_too_few():
         (dict(log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=1000), 1),
     ],
 )
-def test_a_micro_batch_is_that_of_the_forward_that_is_left_out(settings, rows):
+def test_the_micro_batch_size_is_that_of_the_skipped_forward(settings, rows):
     from omegaconf import OmegaConf
 
     assert rows_per_rank(OmegaConf.create({"prompt_length": 1024, "response_length": 2048, **settings})) == rows
 
 
-def test_bits_are_compared_and_not_values():
+def test_bits_are_compared_not_values():
     values = [torch.tensor([-0.5, float("nan"), 0.0]), torch.tensor([-1.0])]
     mask = jagged([torch.ones(3), torch.ones(1)])
     one = jagged(values)
@@ -75,7 +75,7 @@ def test_bits_are_compared_and_not_values():
 
 
 class Run:
-    """One trainer of verl, its queue and an actor that computes what the rollout reported."""
+    """verl's trainer with a stand-in queue and an actor that returns the rollout's values."""
 
     ranks, micro_batch = 2, 2
 
@@ -146,7 +146,7 @@ class Run:
             rows = [int(ids[0]) // 100 for ids in part["input_ids"].unbind()]
             assert len(rows) == tu.get(part, "micro_batch_size_per_gpu") == self.micro_batch
             self.ran.append(rows)
-            # Of a whole sequence, an entry being about the token that follows it.
+            # An entry belongs to the token that follows it.
             log_probs, entropy = (
                 [torch.cat([torch.zeros(LENGTHS[row][0] - 1), values[row], torch.zeros(1)]) for row in rows]
                 for values in (self.actor, [2 - values for values in self.rollout])
@@ -168,7 +168,7 @@ def run(own_trainer, monkeypatch):
     return lambda **options: Run(own_trainer, monkeypatch, **options)
 
 
-def test_the_rollouts_values_are_the_old_ones_and_one_micro_batch_a_rank_is_run(run):
+def test_old_log_probs_are_the_rollouts_and_each_rank_runs_one_micro_batch(run):
     job = run()
     metrics = job.step(1)
     assert set(job.written) == {"old_log_probs"}
@@ -198,17 +198,17 @@ def test_a_difference_in_the_last_bit_of_one_checked_token_stops_the_run(run, ro
     job.actor[row][token] = next_bits(job.actor[row][token])
     with pytest.raises(LogProbsDiffer) as stopped:
         job.step(1)
-    said = str(stopped.value)
+    message = str(stopped.value)
     rollout, actor = (f"{v[row][token].view(torch.int32).item() & 0xFFFFFFFF:#010x}" for v in (job.rollout, job.actor))
-    assert said.startswith(
+    assert message.startswith(
         f"jetrl.old_log_probs=rollout: in step 1 the log-probability of response token {token} (id "
         f"{int(job.ids[row][LENGTHS[row][0] + token])}) of sequence {job.keys[row]}, position {row} of the batch, is "
     )
-    assert f"({rollout}) in the rollout" in said and f"({actor}) in the actor's forward; 1 of 15 checked" in said
-    assert said.endswith("to find the operation that differs.") and "Set jetrl.old_log_probs=compute" in said
+    assert f"({rollout}) in the rollout" in message and f"({actor}) in the actor's forward; 1 of 15 checked" in message
+    assert message.endswith("to find the operation that differs.") and "Set jetrl.old_log_probs=compute" in message
 
 
-def test_a_difference_elsewhere_is_found_when_the_window_gets_there(run):
+def test_a_difference_outside_the_window_is_detected_in_a_later_step(run):
     job = run()
     job.actor[2][0] = next_bits(job.actor[2][0])
     job.step(1)
@@ -223,12 +223,12 @@ def test_tokens_that_the_policy_did_not_sample_are_not_compared(run):
     assert job.step(1)["training/old_log_probs_checked_tokens"] == 2 + 3 + 6 + 2
 
 
-def test_a_batch_of_padding_reports_no_metric_of_nothing(run):
+def test_a_batch_of_padding_reports_counts_only(run):
     job = run(padding=tuple(range(8)))
     metrics = job.step(1)
     assert metrics == {"training/old_log_probs_checked_sequences": 4, "training/old_log_probs_checked_tokens": 0}
 
 
-def test_without_the_option_verls_method_is_verls(own_trainer, monkeypatch):
+def test_without_the_option_verls_method_is_unchanged(own_trainer, monkeypatch):
     job = Run(own_trainer, monkeypatch)
     assert job.step(1) == {} and not job.ran

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shadow forwards in verl's engine under FSDP2 on two processes: what they compute, and that training is as before."""
+"""Shadow forwards in verl's engine under FSDP2 on two processes compute the BF16 policy and do not change training."""
 
 from collections.abc import Callable
 from functools import partial
@@ -84,7 +84,7 @@ def full_weights(engine) -> dict[str, torch.Tensor]:
 
 
 def log_probs_at(engine, weights: dict[str, torch.Tensor], data: TensorDict) -> torch.Tensor:
-    """Of every token of ``data``, nested, by an engine that is given ``weights`` and keeps them."""
+    """Log-probabilities of every token of ``data``, nested. The engine keeps ``weights``."""
     from torch.distributed.tensor import distribute_tensor
 
     engine.module.reshard()
@@ -116,7 +116,7 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     plain.calibrated_clip = None
     loss, plain_loss = actor_loss(), actor_loss()
 
-    # Step 1 collects nothing, and its bounds are the start's.
+    # Step 1 collects nothing and has the initial bounds.
     metrics, inferred = step(shadowed, rank, loss, dynamic)
     assert "shadow_log_probs" not in inferred
     assert (metrics["actor/clip_lower_bound"], metrics["actor/clip_upper_bound"]) == ([0.6], [1.8])
@@ -125,7 +125,7 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     expected, _ = step(plain, rank, plain_loss, dynamic)
     assert metrics["grad_norm"] == expected["grad_norm"]
 
-    # Step 2 runs the BF16 policy on the same tokens; the FP8 policy and its update are those of a run without.
+    # Step 2 runs the BF16 policy too; the FP8 policy and its update equal those of a run without it.
     weights = []
     metrics, inferred = step(shadowed, rank, loss, dynamic)
     expected, undisturbed = step(plain, rank, plain_loss, dynamic, lambda: weights.append(full_weights(plain)))
@@ -140,8 +140,8 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     assert torch.equal(inferred["shadow_log_probs"].values(), bf16_at[0].values())
     assert not torch.equal(inferred["shadow_log_probs"].values(), inferred["log_probs"].values())
 
-    # What was measured are the ratios of both policies, at each update's weights to those of before the step. The sums
-    # are exact in FP64, in whatever order micro-batches add to them.
+    # The statistics are of both policies' ratios, at each update's weights to those before the step. The sums are
+    # exact in FP64, so the order of micro-batches does not matter.
     fp8_at = [log_probs_at(plain, state, data) for state in weights]
     assert torch.equal(fp8_at[0].values(), undisturbed["log_probs"].values())
     advantages = torch.stack(list(data["advantages"].unbind()))
@@ -154,25 +154,25 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     between = (bf16_ratio >= 1 - CLIP_LOW) & (bf16_ratio < 1 - 0.2) & (advantages < 0)
     assert between.any(), "the test would not see another bound than the user's"
 
-    # Step 3 starts with the bounds of step 2's tokens of both ranks.
+    # Step 3 starts with bounds from step 2's tokens of both ranks.
     clipped = torch.tensor(statistics.bf16_clipped)
     metrics, _ = step(shadowed, rank, loss, dynamic)
     bounds = torch.tensor([metrics["actor/clip_lower_bound"][0], metrics["actor/clip_upper_bound"][0]])
-    every = [torch.empty_like(bounds) for _ in range(WORLD)]
-    dist.all_gather(every, bounds)
+    gathered = [torch.empty_like(bounds) for _ in range(WORLD)]
+    dist.all_gather(gathered, bounds)
     dist.all_reduce(clipped)
-    assert torch.equal(*every) and bounds.tolist() != pytest.approx([0.6, 1.8])
+    assert torch.equal(*gathered) and bounds.tolist() != pytest.approx([0.6, 1.8])
     assert clipped > 0, "nothing was clipped: the test would not see a wrong quantile"
 
 
 def bounds_survive_a_resume(rank: int, folder: str, disks: str) -> None:
-    checkpoint = f"{disks}/{rank}"  # each rank has a disk of its own, as on machines that share none
+    checkpoint = f"{disks}/{rank}"  # one disk per rank, as on machines without a shared one
     engine, loss = build_actor(folder), actor_loss()
     for _ in range(2):
         step(engine, rank, loss)
     engine.save_checkpoint(checkpoint, global_step=2)
     clip = engine.calibrated_clip
-    assert (clip.low, clip.high) != (0.6, 1.8), "saved after the calibration, so with its result"
+    assert (clip.low, clip.high) != (0.6, 1.8), "saved after the calibration"
     resumed = build_actor(folder)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
     assert (Path(checkpoint) / "calibrated_clip.json").exists() == (rank == 0)
@@ -188,9 +188,9 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_shadow_forwards_are_the_bf16_policy_and_leave_training_alone(folder, dynamic, cpu_platform):
+def test_shadow_forwards_are_the_bf16_policy_and_do_not_change_training(folder, dynamic, cpu_platform):
     run_in_two_processes(shadow_forwards, folder, dynamic)
 
 
-def test_bounds_survive_a_resume(folder, tmp_path: Path, cpu_platform):
+def test_a_resume_keeps_the_bounds(folder, tmp_path: Path, cpu_platform):
     run_in_two_processes(bounds_survive_a_resume, folder, str(tmp_path))

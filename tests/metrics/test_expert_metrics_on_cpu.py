@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization metrics of a mixture: every sampled element is one that an expert's product reads, each is counted
-with its expert, and there are as many metrics with 16 experts as with 4."""
+"""Quantization metrics of a mixture: samples are the products' operands, counted by expert."""
 
 import pytest
 import torch
@@ -38,29 +37,29 @@ def measured(model, plans) -> dict[str, float]:
     return sampler.metrics()
 
 
-def test_every_tensor_of_experts_is_measured_under_names_that_do_not_grow_with_them():
+def test_every_expert_tensor_is_measured_under_names_independent_of_their_number():
     metrics = measured(*mixture())
     assert metrics.keys() == measured(*mixture(num_experts=4)).keys() == measured(*mixture(num_experts=16)).keys()
     named = {name.rpartition("/")[0] for name in metrics if name.startswith(("gate_up", "down"))}
     assert named == OF_EXPERTS
     assert {name.removesuffix("/underflow_expert_max") for name in metrics if "expert_max" in name} == BY_EXPERT
     for name in BY_EXPERT:
-        # One worst expert is at least as bad as the mean of all.
+        # The worst expert is at least as bad as the mean.
         assert metrics[f"{name}/underflow_expert_max"] >= metrics[f"{name}/underflow"]
-        # Of one group, and so of one expert, both are the same, and FP32 rounds one of them.
+        # With one group, so one expert, both are equal up to FP32 rounding.
         assert metrics[f"{name}/snr_db_expert_min"] <= metrics[f"{name}/snr_db"] * (1 + 2**-22)
     for name in ("gate_up/W", "gate_up/X", "down/W", "down/X"):
         assert 20 < metrics[f"{name}/snr_db"] < 40
 
 
-def test_a_trainer_in_bf16_has_weights_and_the_experts_input_alone():
+def test_a_bf16_trainer_measures_only_weights_and_the_experts_input():
     metrics = measured(*mixture(replaced=False))
     named = {name.rpartition("/")[0] for name in metrics if name.startswith(("gate_up", "down"))}
     assert named == {"gate_up/W", "down/W", "gate_up/X"}
 
 
 def test_the_expert_that_underflows_is_the_worst_one():
-    """Half of one block of expert 5 is 2^-12 times as large as the other half: it becomes zero, 1/2 of its sample."""
+    """Half of expert 5 is 2^-20 times as large as the other half: it becomes zero, 1/2 of its sample."""
     model, plans = mixture(num_hidden_layers=1, moe_intermediate_size=128)
     with torch.no_grad():
         for parameter in (model.model.layers[0].mlp.experts.gate_up_proj, model.model.layers[0].mlp.experts.down_proj):
@@ -73,8 +72,7 @@ def test_the_expert_that_underflows_is_the_worst_one():
 
 
 def test_samples_are_what_the_products_read(monkeypatch):
-    """The module's own operands are recorded; every sampled row of qdata, with its scales, is among those of its
-    expert."""
+    """Every sampled row of qdata with its scales is among the module's rows of that expert."""
     model, plans = mixture(num_hidden_layers=1)
     (layer,) = experts_of(model, plans, FP8, "fp32").values()
     seen, gradients = [], []
@@ -98,12 +96,11 @@ def test_samples_are_what_the_products_read(monkeypatch):
         return {(owner, bytes(row.numpy())) for owner, row in zip(sample.owners.tolist(), joined, strict=True)}
 
     assert rows(inner_part) <= rows(inner)
-    # What was rounded is the product that the kernel rounds: no element is further off than half a step of E4M3.
+    # The kernel rounds the same product: no element is off by more than half a step of E4M3.
     error = (inner.restored - inner.values.float()).abs()
     assert (error <= 2**-4 * inner.values.float().abs() + 2**-10 * inner.quantized.scales.max()).all()
 
-    found = layer.gradients(chosen, 0)(gradient)
-    for sample in found:
+    for sample in layer.gradients(chosen, 0)(gradient):
         (owner,) = set(sample.owners.tolist())
         tokens = [t for t in range(len(chosen)) if owner in chosen[t].tolist()][:128]
         expected = torch.zeros(128, 256, dtype=torch.bfloat16)
@@ -113,7 +110,7 @@ def test_samples_are_what_the_products_read(monkeypatch):
 
 @pytest.mark.parametrize("step", [0, 1, 5])
 def test_the_gradient_of_gate_and_up_is_what_backward_quantizes(monkeypatch, step):
-    """Row for row and byte for byte, in both layouts, against the qdata that DGrad and WGrad multiply."""
+    """Byte for byte, in both layouts, compared with the qdata that DGrad and WGrad multiply."""
     model, plans = mixture(num_hidden_layers=1)
     (layer,) = experts_of(model, plans, FP8, "fp32").values()
     products, samples, operands = [], [], []
@@ -156,13 +153,13 @@ def test_underflow_of_the_gradient_of_gate_and_up_worked_by_hand():
     gate_up = torch.cat([gate, up], dim=1).bfloat16()
     rowwise, colwise = layer.gradients_of_gate_up(dh, gate_up, torch.ones(128, 1), segments, 0)
     assert tally(FP8, rowwise.values, rowwise.quantized.qdata, rowwise.restored)[:2].tolist() == [128 * 256, 128 * 64]
-    # Along tokens a group is one column, all of whose numbers are equal.
+    # Along tokens a group is one column of equal numbers.
     assert tally(FP8, colwise.values, colwise.quantized.qdata, colwise.restored)[1] == 0
     assert set(rowwise.owners.tolist()) == set(colwise.owners.tolist()) == {3}
 
 
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
-def test_blocks_of_weights_are_those_of_the_whole(step):
+def test_sampled_weight_blocks_are_quantized_as_in_the_full_weight(step):
     model, plans = mixture(num_hidden_layers=1)
     (layer,) = experts_of(model, plans, FP8, "fp32").values()
     assert isinstance(layer.module, JetExperts)
@@ -174,16 +171,16 @@ def test_blocks_of_weights_are_those_of_the_whole(step):
         assert torch.equal(scales.flatten(1)[:, at], sample.quantized.scales.flatten())
 
 
-def test_the_load_is_counted():
+def test_load_and_idle_experts_are_counted():
     model, plans = mixture(num_hidden_layers=1)
-    # All logits are equal: every token goes to the same two.
+    # Equal logits: every token goes to the same two experts.
     with torch.no_grad():
         model.model.layers[0].mlp.gate.weight.zero_()
     metrics = measured(model, plans)
     assert metrics["experts/load_max"] == 8 / 2 and metrics["experts/idle"] == 6 / 8
 
 
-def test_changed_qdata_of_experts_have_a_least_and_a_largest_share():
+def test_changed_qdata_report_the_smallest_and_largest_share_of_an_expert():
     model, plans = mixture(num_hidden_layers=1)
     changes = CodeChanges(plans)
 
@@ -204,7 +201,7 @@ def test_changed_qdata_of_experts_have_a_least_and_a_largest_share():
     assert metrics["qdata_changed/gate_up_expert_max"] == 0
 
 
-def test_what_is_kept_of_experts_is_bounded_and_covers_every_block(monkeypatch):
+def test_the_kept_sample_of_experts_is_bounded_and_covers_every_block(monkeypatch):
     monkeypatch.setattr(quantization, "SAMPLED_OF_AN_EXPERT", 2**9)
     model, plans = mixture(num_hidden_layers=1)
     changes = CodeChanges(plans)

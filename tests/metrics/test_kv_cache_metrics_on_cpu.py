@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of an FP8 KV cache say what attention is given: against the data that it quantizes, and by hand."""
+"""Metrics of the FP8 KV cache, compared with the data that attention quantizes and with values worked out by hand."""
 
 import sys
 
@@ -46,7 +46,7 @@ def test_keys_and_values_are_measured_by_layer_and_together():
     assert metrics.keys() == {f"kv_cache/{place}/{name}" for place in places for name in (*SHARES, "snr_db")}
     for tensor in "KV":
         for name in SHARES:
-            # Layers have as many elements each, and none of these is zero.
+            # All layers have equally many elements, none of them zero.
             layers = [metrics[f"kv_cache/{tensor}/layer_{i}/{name}"] for i in range(2)]
             assert metrics[f"kv_cache/{tensor}/{name}"] == pytest.approx(sum(layers) / 2)
         assert metrics[f"kv_cache/{tensor}/saturated"] == 0
@@ -57,14 +57,14 @@ def test_a_bf16_cache_and_stock_attention_have_no_metric():
     assert measured(shared_model("bf16")) == measured(tiny_model("qwen3")) == {}
 
 
-def test_of_many_layers_four_are_measured():
+def test_at_most_four_layers_are_measured():
     metrics = measured(shared_model(num_hidden_layers=7), TOKENS[:, :8])
-    found = {name.split("/")[2] for name in metrics if "layer" in name}
-    assert found == {"layer_0", "layer_2", "layer_4", "layer_6"}
+    layers = {name.split("/")[2] for name in metrics if "layer" in name}
+    assert layers == {"layer_0", "layer_2", "layer_4", "layer_6"}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_sample_has_the_data_that_attention_sees(monkeypatch, checkpointing):
+def test_the_sample_is_the_data_that_attention_quantizes(monkeypatch, checkpointing):
     """Row for row, in three passes over three groups of tokens."""
     model = shared_model(num_hidden_layers=1)
     model.train()
@@ -74,9 +74,9 @@ def test_the_sample_has_the_data_that_attention_sees(monkeypatch, checkpointing)
 
     def recording(stock, into):
         def quantize(k, v):
-            found = stock(k, v)
-            into.append([*(found[0] if len(found) == 3 else ()), *found[-2:]])
-            return found
+            outputs = stock(k, v)
+            into.append([*(outputs[0] if len(outputs) == 3 else ()), *outputs[-2:]])
+            return outputs
 
         return quantize
 
@@ -91,7 +91,7 @@ def test_the_sample_has_the_data_that_attention_sees(monkeypatch, checkpointing)
             passed(model).backward()
         assert len(sampled) == 1 and len(own) == 1 + checkpointing
         start = number * 7919 % 3 * 128
-        # Data, scales and what attention sees, or that alone.
+        # qdata, scales and attention's input, or the input only.
         for part, whole in zip(sampled[0][-len(own[0]) :], own[0], strict=True):
             assert torch.equal(part.view(torch.uint8), whole[start : start + 128].view(torch.uint8))
         assert len(own[0]) == (2 if checkpointing else 6)
@@ -112,16 +112,16 @@ def test_underflow_worked_by_hand():
         "subnormal": 1 / 4,
         "saturated": 0,
     }
-    # Values are zeros: nothing that could be lost.
+    # V is zero, so nothing can be lost.
     assert not any(name.startswith("kv_cache/V") for name in metrics)
 
 
 def test_a_rule_that_clips_saturates():
-    """Scale 1 for everything, which is vLLM's without calibration: what lies above 448 is cut off."""
+    """Scale 1, vLLM's default without calibration, clips values above 448."""
     values = torch.tensor([448.0, 449.0, -1000.0, 447.0, 3.0])
     qdata = values.clamp(-448, 448).to(torch.float8_e4m3fn)
     assert saturated(values, qdata, qdata.float()) == 2
-    # Rounding up to the largest number is none, and neither is a number that is not one.
+    # Neither rounding up to the maximum nor NaN counts.
     assert (
         saturated(
             torch.tensor([440.0, float("nan")]),
@@ -132,20 +132,20 @@ def test_a_rule_that_clips_saturates():
     )
 
 
-def test_a_step_reports_them_under_any_precision_of_the_linear_layers():
+def test_a_step_reports_them_with_bf16_linear_layers():
     model = tiny_model("qwen3").to(torch.bfloat16)
     plans = plan_linears(model.config, format_name="bf16")
     share_operations(model, "fp8")
     metrics = QuantizationMetrics(model, plans, "fp32", formats.get("fp8"))
-    found: dict[str, list[float]] = {}
-    with metrics.measuring(found):
+    reported: dict[str, list[float]] = {}
+    with metrics.measuring(reported):
         passed(model)
-    assert found == {}
+    assert reported == {}
     list(metrics.watch(iter(())))
-    with metrics.measuring(found):
+    with metrics.measuring(reported):
         passed(model)
-    assert {"jetrl/kv_cache/K/saturated", "jetrl/kv_cache/V/layer_1/underflow"} < found.keys()
-    assert all(name.startswith("jetrl/kv_cache/") for name in found)
+    assert {"jetrl/kv_cache/K/saturated", "jetrl/kv_cache/V/layer_1/underflow"} < reported.keys()
+    assert all(name.startswith("jetrl/kv_cache/") for name in reported)
 
 
 def test_measuring_changes_nothing():

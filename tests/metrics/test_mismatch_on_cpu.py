@@ -28,9 +28,9 @@ def test_tail_of_few_tokens_is_their_maximum_and_of_none_is_nothing():
     assert tail(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)) == {}
 
 
-def test_a_nan_log_probability_is_not_hidden():
-    found = tail(torch.tensor([[float("nan"), 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
-    assert math.isnan(found["max"]) and math.isnan(found["p999"])
+def test_a_nan_log_probability_shows_in_the_tail():
+    metrics = tail(torch.tensor([[float("nan"), 0.0]]), torch.zeros(1, 2), torch.ones(1, 2))
+    assert math.isnan(metrics["max"]) and math.isnan(metrics["p999"])
 
 
 def test_shares_by_sign_are_of_all_response_tokens():
@@ -73,7 +73,7 @@ def test_clipped_tokens_are_those_without_a_gradient():
     assert torch.equal((log_probs.grad == 0) & MASK.bool(), acted)
 
 
-def test_a_token_without_an_advantage_is_not_called_clipped_and_a_forward_has_no_shares():
+def test_zero_advantages_are_not_clipped_and_a_forward_has_no_shares():
     log_probs = torch.zeros(1, 4).requires_grad_()
     zero = torch.zeros(1, 4)
     assert not clipped(ppo(log_probs, zero, zero, torch.ones(1, 4)), log_probs, zero).any()
@@ -86,7 +86,7 @@ def test_a_token_without_an_advantage_is_not_called_clipped_and_a_forward_has_no
 
 @pytest.fixture
 def trainer(own_trainer):
-    """verl's trainer module with our metrics in it, put back afterwards."""
+    """verl's trainer module with our metrics installed, restored afterwards."""
     from jetrl_verl.metrics import hooks
 
     hooks.install_in_trainer()
@@ -96,25 +96,25 @@ def trainer(own_trainer):
     return own_trainer
 
 
-def test_verls_mismatch_metrics_gain_their_tail(trainer):
+def test_verls_mismatch_metrics_include_the_tail(trainer):
     from verl.protocol import DataProto
 
     old, rollout = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.25, 0.125]]))
     fields = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": torch.tensor([[1, 1, 0]])}
     data = DataProto.from_single_dict(fields | {"responses": torch.zeros(1, 3, dtype=torch.long)})
-    found = trainer.calculate_debug_metrics(data)
-    assert found["training/rollout_probs_diff_max"] == pytest.approx(0.25)
-    assert found["training/rollout_log_probs_diff_max"] == pytest.approx(math.log(2))
-    assert found["training/rollout_log_probs_diff_p999"] == pytest.approx(math.log(2))
+    metrics = trainer.calculate_debug_metrics(data)
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.25)
+    assert metrics["training/rollout_log_probs_diff_max"] == pytest.approx(math.log(2))
+    assert metrics["training/rollout_log_probs_diff_p999"] == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize(("rollout_is", "expected"), [("token", (1 / 5, 1 / 5)), (None, None)])
 def test_truncated_shares_reach_verls_metrics(trainer, monkeypatch, rollout_is, expected):
     """One token of five in either sign has a ratio above 2."""
-    found, _ = compute_advantage(trainer, monkeypatch, {"rollout_is": rollout_is, "rollout_is_threshold": 2.0})
-    shares = [found.get(f"rollout_corr/truncated/{sign}") for sign in ("positive", "negative")]
+    metrics, _ = compute_advantage(trainer, monkeypatch, {"rollout_is": rollout_is, "rollout_is_threshold": 2.0})
+    shares = [metrics.get(f"rollout_corr/truncated/{sign}") for sign in ("positive", "negative")]
     assert shares == ([None, None] if expected is None else pytest.approx(expected))
-    assert "rollout_corr/k3_kl" in found, "verl's own metrics are still there"
+    assert "rollout_corr/k3_kl" in metrics, "verl's own metrics are still there"
 
 
 def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeypatch):
@@ -123,7 +123,7 @@ def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeyp
     from jetrl_verl.metrics import hooks
     from jetrl_verl.patches import batch_hooks
 
-    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # taken out again
+    monkeypatch.setitem(batch_hooks.AROUND_POLICY_LOSS, "clipped shares", None)  # removed after the test
     hooks.install_in_actor()
     once = losses.get_policy_loss_fn
     hooks.install_in_actor()
@@ -147,11 +147,11 @@ def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeyp
         rollout_is_weights=None,
     )
     config.global_batch_info.update(dp_size=1, batch_num_tokens=5, global_batch_size=2, loss_scale_factor=None)
-    loss, found = losses.get_policy_loss_fn("vanilla")(**arguments)
-    assert found["actor/jetrl/clipped/positive"] == 1 / 5
-    assert found["actor/jetrl/clipped/negative"] == 2 / 5
-    assert found["actor/jetrl/advantage/positive"] == 2 / 5 and found["actor/jetrl/advantage/negative"] == 3 / 5
-    verls = found["actor/pg_clipfrac"] + found["actor/pg_clipfrac_lower"]
-    assert verls == pytest.approx(found["actor/jetrl/clipped/positive"] + found["actor/jetrl/clipped/negative"])
+    loss, metrics = losses.get_policy_loss_fn("vanilla")(**arguments)
+    assert metrics["actor/jetrl/clipped/positive"] == 1 / 5
+    assert metrics["actor/jetrl/clipped/negative"] == 2 / 5
+    assert metrics["actor/jetrl/advantage/positive"] == 2 / 5 and metrics["actor/jetrl/advantage/negative"] == 3 / 5
+    verls = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]
+    assert verls == pytest.approx(metrics["actor/jetrl/clipped/positive"] + metrics["actor/jetrl/clipped/negative"])
     loss.backward()
     assert log_probs.grad[0, 1] != 0

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization metrics say what the qdata say: by hand on small tensors, and against the layers' own qdata."""
+"""Quantization metrics: by hand on small tensors, and compared with the qdata that the layers multiply."""
 
 import contextlib
 import math
@@ -12,7 +12,7 @@ from tiny_models import tiny_model
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.block_fp8 import BlockFP8
-from jetrl_verl.metrics import quantization as quantization
+from jetrl_verl.metrics import quantization
 from jetrl_verl.metrics.quantization import (
     CodeChanges,
     NonFiniteWeightError,
@@ -58,8 +58,8 @@ def test_underflow_subnormals_and_noise_of_a_row_worked_by_hand():
     """amax 448, so the scale is 1 and a value is its own quotient.
 
     2^-10 is half the smallest subnormal and rounds to the even neighbour, zero: it underflows. 2^-9 and 3 * 2^-9 are
-    subnormal and exact, 2^-6 is the smallest normal number. Of the 128 elements 123 are zero already: 5 count. The
-    noise is the lost 2^-10 alone.
+    subnormal and exact, 2^-6 is the smallest normal number. Zeros do not count, so 5 of 128 elements do. The noise is
+    the lost 2^-10.
     """
     metrics = of_row([448.0, 2**-10, 2**-9, 3 * 2**-9, 2**-6] + [0.0] * 123)
     assert metrics["qkv/X/underflow"] == 1 / 5
@@ -80,7 +80,7 @@ def test_nan_is_not_a_finite_ratio():
 
 
 def test_tallies_add_up_over_samples():
-    """Shares of a sum, not a mean of shares: 1 of 1 and 0 of 3 make 1 of 4."""
+    """1 of 1 and 0 of 3 give 1 of 4, not a mean of shares."""
     first = tally(FP8, torch.tensor([1.0]), torch.zeros(1, dtype=torch.uint8), torch.zeros(1))
     second = tally(FP8, torch.ones(3), torch.full((3,), 0x38, dtype=torch.uint8), torch.ones(3))
     assert shares({("o", "W"): first + second})["o/W/underflow"] == 1 / 4
@@ -101,8 +101,8 @@ def test_every_kind_and_tensor_of_a_training_pass_is_measured():
     assert all(20 < metrics[f"{kind}/{tensor}/snr_db"] < 40 for kind in kinds for tensor in ("X", "W"))
 
 
-def test_the_sample_has_the_qdata_that_the_layers_multiply_with(monkeypatch):
-    """128 rows quantize by themselves to the rows of the whole: every sampled code is looked up in the layer's own."""
+def test_sampled_qdata_are_rows_of_the_layers_qdata(monkeypatch):
+    """A group of 128 rows is quantized as in the full tensor."""
     model, plans = jet_model()
     own, sampled = {}, []
     stock = kernels.quantize_1x128
@@ -153,7 +153,7 @@ def test_measuring_changes_nothing():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_is_counted_once(reentrant):
-    found = []
+    measured = []
     for checkpointing in (False, True):
         model, plans = jet_model()
         if checkpointing:
@@ -163,8 +163,8 @@ def test_activation_checkpointing_is_counted_once(reentrant):
         sampler = QuantizationSampler(model, plans, "fp32", FP8)
         with sampler.sampling():
             backward_of(model)
-        found.append(sampler.metrics())
-    assert found[0] == found[1]
+        measured.append(sampler.metrics())
+    assert measured[0] == measured[1]
 
 
 def test_only_the_first_micro_batch_is_measured():
@@ -177,7 +177,7 @@ def test_only_the_first_micro_batch_is_measured():
     assert sampler.metrics() == first
 
 
-def test_a_bf16_backward_has_no_quantized_gradient_to_report():
+def test_a_bf16_backward_reports_no_gradient():
     for model, plans in (jet_model("bf16"), (tiny_model("qwen3"), plan_linears(tiny_model("qwen3").config))):
         sampler = QuantizationSampler(model, plans, "fp32", FP8)
         with sampler.sampling():
@@ -185,7 +185,7 @@ def test_a_bf16_backward_has_no_quantized_gradient_to_report():
         assert {name.split("/")[1] for name in sampler.metrics()} == {"X", "W"}
 
 
-def test_layers_are_spread_from_first_to_last():
+def test_sampled_layers_are_spread_from_first_to_last():
     model, plans = jet_model(num_hidden_layers=9)
     layers = QuantizationSampler(model, plans, "fp32", FP8)._layers
     assert len(layers) == 7 * SAMPLED_LAYERS
@@ -193,7 +193,7 @@ def test_layers_are_spread_from_first_to_last():
     assert sorted({int(names[id(layer)].split(".")[2]) for _, layer in layers}) == [0, 3, 5, 8]
 
 
-def test_a_compiled_model_runs_and_is_not_measured():
+def test_a_compiled_layer_runs_and_is_not_measured():
     model, plans = jet_model()
     sampler = QuantizationSampler(model, plans, "fp32", FP8)
     compiled = torch.compile(model.model.layers[0].mlp.down_proj, backend="eager")
@@ -206,7 +206,7 @@ def test_a_compiled_model_runs_and_is_not_measured():
 
 @pytest.mark.slow  # compares processor time, which a busy machine falsifies
 def test_a_sample_is_under_one_percent_of_a_steps_trainer_part(monkeypatch):
-    """Processor time beside that of log-probabilities and two mini-batches, as in the demo; the rollout left out."""
+    """CPU time compared with log-probabilities and two mini-batches, as in the demo, without the rollout."""
     model, plans = jet_model(hidden_size=256, intermediate_size=512, num_hidden_layers=2, max_position_embeddings=1024)
     sampler = QuantizationSampler(model, plans, "fp32", FP8)
     spent = 0.0
@@ -260,7 +260,7 @@ def stream_of(model, plans):
 
 
 def test_changed_qdata_are_counted_per_kind():
-    """Of [256, 128] down_proj qdata, the 128 of one input column are negated; nothing else moves, no scale either."""
+    """One input column, 128 of 128 x 256 down_proj qdata, is negated; no scale changes."""
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
     list(changes.watch(stream_of(model, plans)))
@@ -276,7 +276,7 @@ def test_changed_qdata_are_counted_per_kind():
     assert metrics["qdata_changed/qkv"] == metrics["qdata_changed/gate_up"] == metrics["qdata_changed/o"] == 0.0
 
 
-def test_an_update_that_vanishes_in_eight_bits_is_seen_to_vanish():
+def test_an_update_below_fp8_precision_hardly_changes_qdata():
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
     list(changes.watch(stream_of(model, plans)))
@@ -293,8 +293,8 @@ def test_an_update_that_vanishes_in_eight_bits_is_seen_to_vanish():
     assert min(value for name, value in changes.metrics().items() if name.startswith("qdata")) > 0.5
 
 
-def test_a_second_sync_of_the_same_weights_hides_no_update():
-    """verl's validation syncs again when a colocated reward model had taken the rollout's place."""
+def test_a_repeated_sync_does_not_hide_an_update():
+    """verl's validation syncs again after a colocated reward model replaced the rollout."""
     model, plans = jet_model(num_hidden_layers=1)
     once, again = CodeChanges(plans), CodeChanges(plans)
     for _ in range(3):
@@ -309,7 +309,7 @@ def test_a_second_sync_of_the_same_weights_hides_no_update():
     assert min(value for name, value in expected.items() if name.startswith("qdata")) > 0.5
 
 
-def test_what_is_kept_of_a_large_weight_is_bounded_and_covers_all_blocks(monkeypatch):
+def test_the_kept_sample_of_a_weight_is_bounded_and_covers_all_blocks(monkeypatch):
     monkeypatch.setattr(quantization, "SAMPLED_QDATA", 2**10)
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
@@ -328,34 +328,34 @@ def stacked(model):
     state = model.state_dict()
     ends = [("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",), ("down_proj",), ("norm", "layernorm")]
     for end in ends:
-        names = [name for name in state if name.endswith(tuple(f"{each}.weight" for each in end))]
+        names = [name for name in state if name.endswith(tuple(f"{projection}.weight" for projection in end))]
         yield Stack(tuple(names), tuple(len(state[name]) for name in names)), torch.cat([state[name] for name in names])
     yield from ((name, state[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
 
 
 @pytest.mark.parametrize("sampled", [2**16, 2**10])
-def test_of_a_stack_each_kind_has_its_own_changes(monkeypatch, sampled):
+def test_changes_in_a_stack_are_counted_per_kind(monkeypatch, sampled):
     monkeypatch.setattr(quantization, "SAMPLED_QDATA", sampled)
     model, plans = jet_model(num_hidden_layers=2)
     in_stacks, alone = CodeChanges(plans), CodeChanges(plans)
     for step in range(2):
         list(in_stacks.watch(quantize_stream(stacked(model), plans, "fp32")))
         list(alone.watch(stream_of(model, plans)))
-        found, expected = in_stacks.metrics(), alone.metrics()
+        stacks, expected = in_stacks.metrics(), alone.metrics()
         if step == 0:
             for name, parameter in model.named_parameters():
                 if name.endswith(("v_proj.weight", "down_proj.weight")):
                     parameter.data.add_(torch.randn_like(parameter))
-    assert found.keys() == expected.keys() and expected["qdata_changed/qkv"] > 0.1
-    assert all(found[f"{what}_changed/{kind}"] == 0 for what in ("qdata", "scales") for kind in ("o", "gate_up"))
+    assert stacks.keys() == expected.keys() and expected["qdata_changed/qkv"] > 0.1
+    assert all(stacks[f"{what}_changed/{kind}"] == 0 for what in ("qdata", "scales") for kind in ("o", "gate_up"))
     for name in expected:
-        assert found[name] == pytest.approx(expected[name], abs=0 if sampled == 2**16 else 0.1)
+        assert stacks[name] == pytest.approx(expected[name], abs=0 if sampled == 2**16 else 0.1)
 
 
 @pytest.mark.parametrize(
     "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.post_attention_layernorm.weight"]
 )
-def test_a_weight_of_a_stack_that_is_no_number_is_named(name):
+def test_a_nan_weight_in_a_stack_is_named(name):
     model, plans = jet_model(num_hidden_layers=2)
     list(refuse_non_finite(quantize_stream(stacked(model), plans, "fp32")))
     list(refuse_non_finite(quantize_stream(stacked(model), {}, "fp32")))
@@ -378,7 +378,7 @@ def test_one_non_finite_weight_is_named_at_the_sync(name, value):
         list(refuse_non_finite(stream_of(model, plans)))
 
 
-def test_a_non_finite_weight_is_kept_out_of_a_checkpoint(one_process_group):
+def test_a_non_finite_weight_is_not_saved(one_process_group):
     model, _ = jet_model()
     refuse_to_save_non_finite(model)
     with torch.no_grad():
@@ -388,7 +388,7 @@ def test_a_non_finite_weight_is_kept_out_of_a_checkpoint(one_process_group):
 
 
 def test_one_nan_weight_makes_the_gradient_norm_non_finite():
-    """The contract: NaN qdata, so NaN outputs and gradients, so verl skips the step instead of training on garbage."""
+    """NaN qdata give NaN outputs and gradients, so verl skips the step."""
     model, _ = jet_model()
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[5, 9] = float("nan")
@@ -404,11 +404,11 @@ def one_process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def test_fsdp2_is_measured_as_the_plain_model_is(one_process_group):
-    """Built before FSDP wraps the model; what a layer holds while it runs is the gathered BF16 weight."""
+def test_fsdp2_gives_the_metrics_of_the_plain_model(one_process_group):
+    """The sampler is built before FSDP wraps the model; a running layer has the gathered BF16 weight."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    found = []
+    measured = []
     for sharded in (False, True):
         model, plans = jet_model()
         sampler = QuantizationSampler(model, plans, "fp32", FP8)
@@ -422,5 +422,5 @@ def test_fsdp2_is_measured_as_the_plain_model_is(one_process_group):
                 parameter.data = parameter.data.to(torch.bfloat16)
         with sampler.sampling():
             backward_of(model)
-        found.append(sampler.metrics())
-    assert found[0] == found[1] and len(found[0]) == 48
+        measured.append(sampler.metrics())
+    assert measured[0] == measured[1] and len(measured[0]) == 48

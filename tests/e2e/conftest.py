@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the end-to-end tests share: the demo's policy, warmed up once and cached with the demo's outputs."""
+"""The end-to-end tests' policy: the demo's, warmed up once and cached with its outputs."""
 
 import os
 from pathlib import Path
@@ -15,11 +15,11 @@ CACHE = Path(__file__).parents[2] / "outputs" / "cache"
 
 @pytest.fixture(scope="session")
 def policy() -> cache.Prepared:
-    """Data and policy; ``policy.folder.parent`` is the cache that a demo finds them in."""
+    """Data and policy; ``policy.folder.parent`` is the demo's cache."""
     recipe = cache.Recipe()
     if (prepared := cache.find(recipe, CACHE)) is not None:
         return prepared
-    # Tests have one thread per process; the warm-up runs alone and takes all cores.
+    # Tests have one thread per process; the warm-up uses all cores.
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:

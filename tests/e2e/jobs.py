@@ -44,7 +44,7 @@ def train(
     kind: str = "dense",
     baseline: bool = False,
 ) -> Run:
-    """A run of the demo without held-out accuracy. ``kind``: of ``policy``."""
+    """A run of the demo without evaluation. ``kind``: ``policy``'s."""
     fixed = (
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What makes two jobs of verl sample the same tokens and train on them in the same order.
+"""Makes two jobs of verl sample the same tokens and train on them in the same order.
 
-verl seeds an engine, not a request, so a token depends on which requests share its step; and a batch holds sequences
-in the order in which they were done. Both are different in each run. verl imports this module by name in every process
-that reads the model's config (``external_lib``), the agent loop's among them, and the trainer loads its replay buffer.
+verl seeds an engine, not a request, so a token depends on the requests in its step; a batch is in order of completion.
+verl imports this module wherever it reads the model's config (``external_lib``); the trainer loads the buffer.
 """
 
 import functools
@@ -19,7 +18,7 @@ AGENT_LOOP = "verl.experimental.agent_loop.single_turn_agent_loop"
 
 
 def seed_requests() -> None:
-    """Let the draws of verl's agent loop depend on step, prompt and place in the group alone."""
+    """Seed each request of verl's agent loop by step, prompt and position in the group."""
     from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
     stock = SingleTurnAgentLoop.run
@@ -36,7 +35,7 @@ when_imported(AGENT_LOOP, "tests: seeded requests", seed_requests)
 
 
 class SortedBatches(ReplayBuffer):
-    """verl's own buffer, whose batches are in the order of their tokens."""
+    """verl's buffer with batches sorted by tokens."""
 
     def _materialize_batch(self, partition_id: str, *args: Any) -> Any:
         import transfer_queue

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts in a real job on this machine's CPU: trainer and rollout choose the same experts for every token
-and agree in every bit, in steps that move the weights, and in the step after a resume from the checkpoint of the last.
+"""A mixture of experts in a real CPU job: trainer and rollout agree in every bit, also after a resume.
 
-The policy is random: hardly an answer is right, so an entropy bonus gives the steps a gradient.
+The policy is random and hardly ever right, so an entropy bonus gives the steps a gradient.
 """
 
 import math
@@ -28,13 +27,12 @@ pytestmark = pytest.mark.slow
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 QUANTIZED, PLAIN = 2 * (4 + 2), 2 * 5 + 3
-"""Tensors of two layers: q, k, v, o and both parameters of the experts; four norms and the router, and what is around
-the layers."""
+"""Per layer q, k, v, o and two expert parameters; four norms and the router, plus three tensors outside the layers."""
 
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory) -> Path:
-    """The untrained policy, as published checkpoints are: each expert's projections by themselves."""
+    """The untrained policy in the layout of published checkpoints: one tensor per expert and projection."""
     folder, tokenizer = tmp_path_factory.mktemp("mixture"), build_tokenizer()
     save_policy(build_model(POLICIES["moe"], tokenizer), tokenizer, folder)
     return folder
@@ -47,7 +45,7 @@ def checkpoints(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def run_until(policy, start, checkpoints, tmp_path_factory):
-    """Callable ``steps -> Run``: as many steps in all, saved behind the last, from the last checkpoint there is."""
+    """Callable ``steps -> Run``: resumes from the last checkpoint, runs to step ``steps`` and saves it."""
 
     def until(steps: int) -> Run:
         return train(
@@ -60,8 +58,8 @@ def run_until(policy, start, checkpoints, tmp_path_factory):
             f"trainer.default_local_dir={checkpoints}",
             "trainer.resume_mode=auto",
             f"{ACTOR}.entropy_coeff=0.1",
-            # One optimizer step a batch, so that every ratio is the first mini-batch's; micro-batches of other sizes
-            # than the old log-probabilities were computed in, and a rollout that mixes prompts and single tokens.
+            # One optimizer step a batch, so every ratio is the first mini-batch's; micro-batches of other sizes than
+            # those of the old log-probabilities; a rollout that mixes prompts and single tokens.
             f"{ACTOR}.ppo_mini_batch_size=16",
             f"{ACTOR}.ppo_micro_batch_size_per_gpu=32",
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=64",
@@ -79,7 +77,7 @@ def exact(run_until) -> Run:
 
 @pytest.fixture(scope="module")
 def resumed(run_until, exact, checkpoints) -> Run:
-    """One step more, in processes that know of the first ones what the checkpoint says."""
+    """One more step, in new processes."""
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == str(STEPS)
     return run_until(STEPS + 1)
 
@@ -104,25 +102,25 @@ def test_trainer_and_rollout_agree_in_every_bit_at_every_step(exact, metric):
     assert exact.steps(metric) == [0.0] * STEPS
 
 
-def test_every_sync_held_the_contract_and_changed_the_rollouts_weights(exact):
+def test_every_sync_passed_the_contract_and_changed_the_rollouts_weights(exact):
     assert {(int(sync[1]), int(sync[2])) for sync in exact.syncs} == {(QUANTIZED, PLAIN)}
     assert len({digest for *_, digest in exact.syncs}) == len(exact.syncs) == STEPS + 1
     assert all(0 < norm < math.inf for norm in exact.steps("actor/grad_norm"))
 
 
-def test_experts_travel_as_a_layers_two_tensors_in_a_quarter_of_the_bytes(exact):
+def test_a_sync_sends_a_quarter_of_the_bytes(exact):
     assert exact.mean("actor/jetrl/sync_megabytes") < 0.3 * exact.mean("actor/jetrl/sync_stock_megabytes")
 
 
 def test_training_resumes_from_the_checkpoint_and_agrees_in_every_bit(exact, resumed):
-    """The first sync after the resume carries the weights that the last one before it carried."""
+    """The first sync after the resume sends the weights of the last one before it."""
     assert resumed.steps("rollout_corr/k3_kl") == resumed.steps("actor/ppo_kl") == [0.0], "one step is left"
     assert resumed.syncs[0][-1] == exact.syncs[-1][-1] != resumed.syncs[-1][-1]
     assert 0 < resumed.steps("actor/grad_norm")[0] < math.inf
 
 
-def test_experts_and_their_moments_are_in_the_checkpoint_as_transformers_holds_them(resumed, start, checkpoints):
-    """Three-dimensional, a layer's experts in one tensor; the resume went on with the moments, or steps would be 1."""
+def test_a_checkpoint_has_experts_and_moments_in_transformers_shapes(resumed, start, checkpoints):
+    """A layer's experts are one 3-D tensor; the resume kept the moments, or their step would be 1."""
     stock = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32).state_dict()
     for step in (STEPS, STEPS + 1):
         weights = saved(checkpoints, step, "model")
@@ -141,12 +139,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def test_the_export_is_what_the_rollout_last_held(resumed, checkpoints, tmp_path):
+def test_the_export_equals_the_rollouts_last_weights(resumed, checkpoints, tmp_path):
     (exported,) = export(checkpoints, tmp_path / "fp8", ExportOptions("fp8"))
     assert f"{exported.digest:#018x}" == resumed.syncs[-1][-1]
 
 
-def test_the_merger_writes_the_folder_that_the_job_began_with_after_training(resumed, start, checkpoints, tmp_path):
+def test_the_merger_writes_the_layout_of_the_first_folder(resumed, start, checkpoints, tmp_path):
     actor = checkpoints / f"global_step_{STEPS + 1}" / "actor"
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     command += ["--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Options that the main job (test_training_on_cpu.py) leaves at their defaults, each in a real job of two steps.
+"""Options that the main job (test_training_on_cpu.py) leaves at their defaults, in real jobs of two steps.
 
-Several share a job where one cannot hide the other: the forward is judged by k3_kl, the gradient by its norm, the
-critic and the reference policy by metrics of their own.
+Several share a job if separate metrics judge them: k3_kl, gradient norm, the critic's and the reference's metrics.
 """
 
 import math
@@ -19,7 +18,7 @@ from jetrl_verl.tools.demo.policy import PolicyConfig, build_tokenizer, save_pol
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 STEPS = 2
 LINEARS = 14
-"""Of the demo's policy: 7 in each of its 2 layers."""
+"""In the demo's policy: 7 in each of 2 layers."""
 
 KL_TO_A_REFERENCE = (
     f"{ACTOR}.use_kl_loss=True",
@@ -29,7 +28,7 @@ KL_TO_A_REFERENCE = (
 
 
 def check(run: Run, quantized: int) -> None:
-    """Every step moved the weights, and every sync held the contract over ``quantized`` linear layers."""
+    """Every step moved the weights, and every sync checked the contract of ``quantized`` linear layers."""
     assert len(run.metrics) == STEPS
     assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
     assert len({digest for *_, digest in run.syncs}) == len(run.syncs) == STEPS + 1
@@ -37,7 +36,7 @@ def check(run: Run, quantized: int) -> None:
 
 
 def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mismatch(policy, tmp_path):
-    """The one of these jobs that is not slow: it has the most options, and the baseline of the demo."""
+    """The one job here that is not slow: the most options, and the demo's baseline."""
     run = train(
         policy,
         "jet_fp8_exact",
@@ -47,7 +46,7 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
         "jetrl.scale_rule=pow2",
         "jetrl.backward=bf16",
         "jetrl.ref=fp8",
-        f"{REF}.strategy=fsdp2",  # under FSDP1 a reference is offloaded to pinned memory, which takes a GPU's driver
+        f"{REF}.strategy=fsdp2",  # FSDP1 offloads a reference to pinned memory, which needs a GPU driver
         *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
         baseline=True,
@@ -58,15 +57,14 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
     assert "14 linear layers of the ref quantized" in run.log
     for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
         assert run.steps(metric) == [0.0] * STEPS, metric
-    # The reference is the actor that the run began with, so nearly nothing lies between them until it has moved; not
-    # nothing, since its operations between the linear layers are stock ones.
+    # The reference is the initial actor with stock operations between the linear layers, so the first KL is small.
     first, second = run.steps("actor/kl_loss")
     assert 0 <= first < 1e-3 < second
 
 
 @pytest.fixture(scope="module")
 def unfit(tmp_path_factory) -> str:
-    """A policy like the demo's whose MLP fits no block of 128."""
+    """A policy like the demo's whose MLP does not fit blocks of 128."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     fields = asdict(PolicyConfig())
@@ -130,7 +128,7 @@ def test_bf16_linears_under_shared_operations(policy, tmp_path):
     run = train(policy, "bf16_shared", tmp_path, STEPS)
     check(run, 0)
     assert all(0 <= k3 < 1e-3 for k3 in run.steps("rollout_corr/k3_kl"))
-    # The wire carries BF16 where verl's own carries FP32, plus the sums of a small model's short rows.
+    # The wire has BF16 instead of verl's FP32, plus the sums of a small model's short rows.
     assert run.mean("actor/jetrl/sync_megabytes") == pytest.approx(
         0.5 * run.mean("actor/jetrl/sync_stock_megabytes"), rel=0.05
     )
@@ -143,7 +141,7 @@ def test_qurl_in_fp8_with_a_reference_in_fp8(policy, tmp_path):
     check(run, LINEARS)
     assert "14 linear layers of the ref quantized" in run.log
     assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))
-    # The reference rounds to FP8 and the actor does not, so they differ before the first update too.
+    # Only the reference rounds to FP8, so they differ before the first update.
     assert run.steps("actor/kl_loss")[0] > 0
 
 
@@ -161,7 +159,7 @@ def test_an_fp8_kv_cache_keeps_zero_mismatch(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_fp8_kv_cache_of_the_rollout_alone_is_a_mismatch(policy, tmp_path):
+def test_an_fp8_kv_cache_in_the_rollout_only_is_a_mismatch(policy, tmp_path):
     run = train(policy, "fp8_rollout", tmp_path, STEPS, "jetrl.kv_cache=fp8")
     check(run, LINEARS)
     assert not any("kv_cache" in name for step in run.metrics for name in step)

@@ -1,11 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the unified flow is for, on one set of tokens: how far its trainer and a BF16 trainer are from one FP8 rollout.
+"""How far the FP8 flow's trainer and a BF16 trainer are from one FP8 rollout, on the same tokens.
 
-``jet_fp8`` and ``fp8_rollout`` share the rollout's arithmetic; with stock operations they differ in the trainer's
-linears alone. So both have one rollout, and the difference is not that of two samples: k3_kl has a heavy tail, and
-means of it over two runs of a few thousand tokens scatter by half. The policy is the demo's, warmed up, since a random
-one prefers nothing. All of it happens in a process of its own, where no earlier test has left an engine's modules.
+``jet_fp8`` and ``fp8_rollout`` share the rollout's arithmetic; with stock operations they differ only in the trainer's
+linear layers, so one rollout serves both. k3_kl has a heavy tail: its means over two runs of a few thousand tokens
+differ by half. A new process keeps other tests' engine modules out.
 """
 
 import multiprocessing
@@ -23,7 +22,7 @@ Rows = list[torch.Tensor]
 
 
 def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
-    """Prompts, responses and the log-probability of each token with which the FP8 rollout sampled it."""
+    """Prompts, responses and the FP8 rollout's log-probability of each response token."""
     import vllm_engine
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
     from vllm import SamplingParams
@@ -48,27 +47,28 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
-    found = [
+    log_probs = [
         torch.tensor([entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)])
         for output, response in zip(outputs, responses)
     ]
-    return prompts, responses, found
+    return prompts, responses, log_probs
 
 
-def distances(model, prompts: list[list[int]], responses: list[list[int]], theirs: Rows) -> Rows:
-    """The trainer's log-probability less the rollout's, of every token of every response, FP64."""
+def distances(model, prompts: list[list[int]], responses: list[list[int]], rollout: Rows) -> Rows:
+    """The trainer's log-probability minus the rollout's of every response token, FP64."""
     padded = torch.nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in zip(prompts, responses)], True)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        # Padding comes behind every token that is looked at, so causal attention needs no mask.
+        # Padding comes after every scored token, so causal attention needs no mask.
         logits = torch.cat([model(input_ids=part, use_cache=False).logits[:, :-1].float() for part in padded.split(32)])
-    mine = torch.log_softmax(logits, dim=-1).gather(-1, padded[:, 1:, None]).squeeze(-1)
+    trainer = torch.log_softmax(logits, dim=-1).gather(-1, padded[:, 1:, None]).squeeze(-1)
     return [
-        (row[len(prompt) - 1 :][: len(their)] - their).double() for row, prompt, their in zip(mine, prompts, theirs)
+        (row[len(prompt) - 1 :][: len(sampled)] - sampled).double()
+        for row, prompt, sampled in zip(trainer, prompts, rollout)
     ]
 
 
 def measure(folder: Path) -> tuple[Rows, Rows]:
-    """Distances of the unified flow's trainer and of a BF16 trainer to the rollout."""
+    """Distances of the FP8 flow's trainer and of a BF16 trainer to the rollout."""
     import vllm_engine
 
     from jetrl_verl import cpu_platform
@@ -91,11 +91,9 @@ def measure(folder: Path) -> tuple[Rows, Rows]:
         return unified, distances(model, *sampled)
 
 
-def test_the_unified_flow_lowers_the_mismatch_of_fp8_rollout_alone(policy, monkeypatch):
-    """By more than three standard errors of the paired difference between sequences.
-
-    Judged by the mean of |d|, d the difference of log-probabilities; k3_kl, its mean square in essence, hangs on a few
-    tokens in a thousand (docs/log.md).
+def test_jet_fp8_has_less_mismatch_than_fp8_rollout(policy, monkeypatch):
+    """The mean of |d|, d the difference of log-probabilities, drops by more than three standard errors of the paired
+    difference between sequences. k3_kl depends on a few tokens in a thousand.
     """
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

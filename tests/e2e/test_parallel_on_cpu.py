@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout split over two ranks and a trainer split over two, in one real job: no log-probability differs in a bit."""
+"""A rollout of two ranks and a trainer of two in one real job: log-probabilities are equal in every bit."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ TWO_RANKS = (
     "trainer.n_gpus_per_node=2",
     "ray_kwargs.ray_init.num_gpus=2",
     f"{ROLLOUT}.tensor_model_parallel_size=2",
-    # Micro-batches are counted per rank, and those of a step differ from those of the old log-probabilities.
+    # Sizes per rank; an update's micro-batches differ from those of the old log-probabilities.
     f"{ACTOR}.ppo_mini_batch_size=16",
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=32",
     f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=64",
@@ -26,10 +26,10 @@ TWO_RANKS = (
 
 
 def check(run: Run) -> None:
-    """Every step moved the weights, each sync held the contract on both ranks, and nothing differed anywhere."""
+    """Every step moved the weights, each sync checked the contract on both ranks, and no bit differed."""
     assert len(run.metrics) == STEPS
     assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
-    assert len({digest for *_, digest in run.syncs}) == 2 * (STEPS + 1), "a digest is of what one rank holds"
+    assert len({digest for *_, digest in run.syncs}) == 2 * (STEPS + 1), "one digest per rank"
     for metric in (
         "rollout_corr/k3_kl",
         "rollout_corr/kl",
@@ -50,13 +50,13 @@ def check(run: Run) -> None:
     ],
     ids=["FSDP2 and Ulysses, packed", "HSDP, two replicas of one, packed, weights gathered once"],
 )
-def test_a_rollout_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path, trainer):
+def test_two_ranks_agree_in_every_bit_at_every_step(policy, tmp_path, trainer):
     check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *TWO_RANKS, *trainer))
 
 
 @pytest.mark.slow
-def test_a_mixture_of_two_ranks_has_the_trainers_log_probabilities_at_every_step(policy, tmp_path):
-    """Each rank of the rollout has a slice of every expert, each of FSDP2 four of a layer's eight experts.
+def test_a_mixture_on_two_ranks_agrees_in_every_bit_at_every_step(policy, tmp_path):
+    """Each rollout rank has a slice of every expert, each FSDP2 rank four of a layer's eight experts.
 
     The policy is random, as in test_mixture_on_cpu.py.
     """

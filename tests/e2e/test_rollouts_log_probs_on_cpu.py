@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl.old_log_probs=rollout`` trains the policy that ``compute`` trains, in every bit, over a run.
+"""``jetrl.old_log_probs=rollout`` trains the same policy as ``compute``, in every bit.
 
-Two jobs of verl that differ in this word alone. Requests are seeded and batches sorted (repeatable.py), so what one job
-samples the other would, too, as long as their weights are the same.
+Two jobs of verl differ only in this option. Requests are seeded and batches sorted (repeatable.py), so both sample the
+same tokens as long as their weights are equal.
 """
 
 import os
@@ -18,10 +18,10 @@ REPEATABLE = Path(__file__).resolve().with_name("repeatable.py")
 STEPS = 3
 SEQUENCES = 128
 CHECKED = 32
-"""Of each step, by one micro-batch of the forward that is left out."""
+"""Sequences checked per step: one micro-batch."""
 
 OF_THE_CHECKED = ("actor/entropy", "rollout_corr/", "training/rollout_", "training/old_log_probs_checked_")
-"""Metrics of the forward itself: of all sequences where it runs, else of those that it checks."""
+"""Metrics of the old log-probabilities' forward: of all sequences, or of the checked ones."""
 
 TIMES = ("timing_", "perf/", "actor/perf/", "actor/jetrl/sync_seconds")
 
@@ -49,7 +49,7 @@ def saved(folder: Path, name: str) -> Any:
 
 
 def tensors(state: Any, where: str = "") -> dict[str, torch.Tensor]:
-    """Every tensor of a state dict, with its place."""
+    """Every tensor of a state dict by its path."""
     if isinstance(state, torch.Tensor):
         return {where: getattr(state, "_local_tensor", state)}
     items = state.items() if isinstance(state, dict) else enumerate(state) if isinstance(state, list | tuple) else ()
@@ -57,7 +57,7 @@ def tensors(state: Any, where: str = "") -> dict[str, torch.Tensor]:
 
 
 def compared(run: Run) -> list[dict[str, float]]:
-    """Metrics of each step that the two jobs must share."""
+    """Metrics of each step that must be equal in both jobs."""
     left_out = (*OF_THE_CHECKED, *TIMES)
     return [{key: value for key, value in step.items() if not key.startswith(left_out)} for step in run.metrics]
 
@@ -69,7 +69,7 @@ def test_the_rollouts_log_probs_train_the_same_policy_in_every_bit(policy, tmp_p
     runs = {name: job(policy, tmp_path / name, name) for name in ("compute", "rollout")}
     compute, rollout = runs["compute"], runs["rollout"]
 
-    # Each job did what its word says, and every update moved the weights.
+    # The option took effect, and every update moved the weights.
     assert rollout.steps("training/old_log_probs_checked_sequences") == [CHECKED] * STEPS
     assert not compute.steps("training/old_log_probs_checked_sequences")
     assert len({digest for *_, digest in compute.syncs}) == STEPS + 1

@@ -1,10 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The main job for real: verl, Ray and vLLM on this machine's CPU, a few steps, a checkpoint, and a resume from it.
+"""The main job: verl, Ray and vLLM on a CPU, a few steps, a checkpoint, and a resume from it.
 
-One warmed-up policy (the demo's, cached beside its outputs) starts all runs. Each start of verl and vLLM takes one to
-two minutes on two cores, so a run answers as many questions as it can: the second one resumes the first's checkpoint,
-and does it under ``jet_fp8_exact``, whose promise of zero mismatch verl's own metrics then judge.
+All runs start from the demo's warmed-up policy. A start of verl and vLLM takes one to two minutes on two cores, so the
+second run both resumes the first's checkpoint and checks zero mismatch under ``jet_fp8_exact``.
 """
 
 import os
@@ -43,7 +42,7 @@ def jet(policy, checkpoints, tmp_path_factory) -> Run:
 
 @pytest.fixture(scope="module")
 def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
-    """As many steps again, whose batches are cut differently in every phase."""
+    """As many further steps, with other micro-batches in every phase."""
     assert (checkpoints / "latest_checkpointed_iteration.txt").read_text().strip() == str(STEPS)
     return train(
         policy,
@@ -53,8 +52,8 @@ def exact(policy, jet, checkpoints, tmp_path_factory) -> Run:
         "trainer.resume_mode=auto",
         f"trainer.default_local_dir={checkpoints}",
         "actor_rollout_ref.rollout.temperature=0.8",
-        # One optimizer step a batch, so that every ratio is the first mini-batch's; four micro-batches, not of the
-        # size that the old log-probabilities were computed in.
+        # One optimizer step a batch, so every ratio is the first mini-batch's; micro-batches of another size than
+        # those of the old log-probabilities.
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=64",
@@ -84,12 +83,12 @@ def test_a_baseline_trains_two_steps(policy, tmp_path, precision, words):
     for step in run.metrics:
         assert step["actor/grad_norm"] > 0 and 0 < step["rollout_corr/k3_kl"] < 0.1
         assert step["actor/jetrl/sync_megabytes"] < 0.3 * step["actor/jetrl/sync_stock_megabytes"]
-    # A wrong format, or qdata beside another layer's scales, would be off by more than a rounding.
+    # A wrong format, or another layer's scales, would be off by more than a rounding.
     assert run.mean("training/rollout_probs_diff_max") < 0.5
 
 
-def test_every_sync_held_the_contract_and_changed_the_rollouts_weights(jet):
-    """Once before the first step and once after each; the digest is of what the live parameters hold."""
+def test_every_sync_passed_the_contract_and_changed_the_rollouts_weights(jet):
+    """One sync before the first step and one after each; the digest is of the live parameters."""
     assert len(jet.metrics) == STEPS
     assert len(jet.syncs) == STEPS + 1
     assert {(quantized, plain) for _, quantized, plain, _, _ in jet.syncs} == {("14", "11")}
@@ -97,12 +96,12 @@ def test_every_sync_held_the_contract_and_changed_the_rollouts_weights(jet):
 
 
 def test_sync_and_contract_check_cost_under_one_percent_of_a_step(jet):
-    """Both sides: the trainer's quantization and sums lie in its stream, the rollout's sums are timed by themselves."""
+    """The trainer's quantization and sums are part of its stream; the rollout's sums are timed separately."""
     checks = [float(check) for _, _, _, check, _ in jet.syncs[1:]]
     assert fmean(checks) + jet.mean("actor/jetrl/sync_seconds") < 0.01 * jet.mean("timing_s/step")
 
 
-def test_qdata_are_a_fraction_of_the_stock_wire(jet):
+def test_a_sync_sends_a_fraction_of_stock_bytes(jet):
     megabytes, stock = jet.mean("actor/jetrl/sync_megabytes"), jet.mean("actor/jetrl/sync_stock_megabytes")
     assert megabytes < 0.3 * stock
 
@@ -119,7 +118,6 @@ def test_qdata_are_a_fraction_of_the_stock_wire(jet):
     ],
 )
 def test_trainer_and_rollout_agree_in_every_bit_at_every_step(exact, metric):
-    """Compared with exactly zero: the two sides run one function."""
     assert [step[metric] for step in exact.metrics] == [0.0] * STEPS
 
 
@@ -129,12 +127,12 @@ def test_the_exact_policy_moves_between_the_steps(exact):
 
 
 def test_training_resumes_from_the_checkpoint(jet, exact):
-    """The first sync after the resume carries the weights that the last one before it carried."""
+    """The first sync after the resume sends the weights of the last one before it."""
     assert len(exact.metrics) == STEPS, "as many steps are left after the checkpoint"
     assert exact.syncs[0][-1] == jet.syncs[-1][-1]
 
 
-def test_the_export_is_what_the_rollout_last_held(jet, checkpoints, tmp_path):
+def test_the_export_equals_the_rollouts_last_weights(jet, checkpoints, tmp_path):
     (exported,) = export(checkpoints, tmp_path / "fp8", ExportOptions("fp8"))
     assert f"{exported.digest:#018x}" == jet.syncs[-1][-1]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Number formats and KV caches: shapes, products, sums, NaN, and what their traits say."""
+"""Number formats and KV caches: shapes, products, sums, NaN, traits."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def test_names_dtypes_and_vllm_methods_are_distinct():
 
 
 @pytest.mark.parametrize("name", formats.CACHES)
-def test_a_cache_stores_what_attention_sees_in_the_bytes_of_its_traits(name):
+def test_a_cache_stores_attentions_input_in_the_bytes_of_its_traits(name):
     traits, cache = formats.CACHES[name], formats.kv_cache(name)
     assert cache.traits is traits and traits.name == name and traits.quantized == (cache.vllm_head is not None)
     k, v = (gaussian(6 * 2, 128).view(6, 2, 128).to(torch.bfloat16) for _ in range(2))
@@ -75,7 +75,7 @@ def test_caches_have_their_own_contracts_and_unknown_names_are_refused():
             call("fp4")
 
 
-def test_the_trainer_attends_to_what_the_cache_returns():
+def test_the_trainer_attends_to_the_caches_contents():
     q, k, v = (gaussian(6 * heads, 128).view(6, heads, 128).to(torch.bfloat16) for heads in (4, 2, 2))
     sequences = torch.tensor([0, 4, 6], dtype=torch.int32), 4, 128**-0.5
     for name in formats.CACHES:
@@ -84,7 +84,7 @@ def test_the_trainer_attends_to_what_the_cache_returns():
         assert torch.equal(cache.attend(q, k, v, *sequences), expected)
 
 
-def test_a_caches_traits_state_its_kernels_limits():
+def test_a_caches_traits_are_its_kernels_limits():
     from jetrl_verl.kernels.attention import HEAD_DIM
     from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
     from jetrl_verl.reference import kv_cache
@@ -99,7 +99,7 @@ def test_the_catalog_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(formats.__file__).parents[2]).returncode == 0
 
 
-def test_a_weights_scales_have_the_stated_shape_and_its_dtype_names_the_format(number_format, weight):
+def test_scales_have_the_formats_shape_and_the_dtype_identifies_it(number_format, weight):
     q = number_format.quantize_weight(weight, "fp32")
     assert q.qdata.shape == weight.shape and q.qdata.dtype == number_format.dtype
     assert tuple(q.scales.shape) == number_format.scales_shape(*weight.shape)
@@ -108,7 +108,7 @@ def test_a_weights_scales_have_the_stated_shape_and_its_dtype_names_the_format(n
     assert torch.equal(half, number_format.quantize_weight(weight[BLOCK:], "fp32").scales)
 
 
-def test_the_linear_is_close_to_the_product_of_the_dequantized_weight(number_format, weight):
+def test_linear_is_close_to_the_product_with_the_dequantized_weight(number_format, weight):
     x, bias = gaussian(5, 3 * BLOCK).to(torch.bfloat16), gaussian(1, 2 * BLOCK)[0].to(torch.bfloat16)
     q = number_format.quantize_weight(weight, "fp32")
     restored = number_format.dequantize_weight(q)
@@ -130,14 +130,14 @@ def test_a_quantized_input_is_accepted_or_refused(number_format, weight):
             number_format.linear(quantized, w, None, "fp32")
 
 
-def test_the_wire_carries_qdata_then_scales(number_format, weight):
+def test_the_wire_sends_qdata_then_scales(number_format, weight):
     q = number_format.quantize_weight(weight, "fp32")
     (suffix, qdata), (scales_suffix, scales) = number_format.wire(q)
     assert (suffix, scales_suffix) == ("", SCALE_SUFFIX)
     assert qdata is q.qdata and scales is q.scales
 
 
-def test_a_flipped_bit_changes_the_sum_of_its_block_only(number_format, weight):
+def test_a_flipped_bit_changes_only_the_sum_of_its_block(number_format, weight):
     q = number_format.quantize_weight(weight, "fp32")
     before = number_format.sums(q)
     assert before.shape == (2, 3)
@@ -159,7 +159,7 @@ def test_a_part_of_a_weight_has_the_sums_of_its_blocks(number_format, weight):
     assert torch.equal(number_format.sums(part), number_format.sums(q)[:, 1:])
 
 
-def test_probes_repeat_and_tell_formats_and_rules_apart():
+def test_probes_repeat_and_differ_between_formats_and_rules():
     probes = {
         (name, rule): formats.get(name).probe(CPU, rule)
         for name, traits in formats.FORMATS.items()
@@ -170,7 +170,7 @@ def test_probes_repeat_and_tell_formats_and_rules_apart():
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_weight_that_is_not_finite_is_seen(number_format, weight, bad):
+def test_a_non_finite_weight_is_detected(number_format, weight, bad):
     for value in (0.0, bad):
         weight[BLOCK + 1, 200] = value
         q = number_format.quantize_weight(weight, "fp32")

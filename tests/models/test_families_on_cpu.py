@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Families: the modules that Hugging Face and vLLM build, discovery, Seed-OSS, and who may name a layer's parts."""
+"""Families: names compared with Hugging Face and vLLM, discovery, Seed-OSS, and who may name a layer's parts."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def test_every_family_has_a_tiny_model():
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_names_what_hugging_face_builds(model_type):
+def test_names_and_shapes_are_those_of_hugging_face(model_type):
     model, decoder = on_meta(model_type), of_type(model_type)
     layers = model.get_submodule(decoder.layers)
     plans = plan_linears(model.config)
@@ -77,7 +77,7 @@ def test_a_family_names_what_hugging_face_builds(model_type):
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_names_what_vllm_merges(model_type):
+def test_merged_projections_are_those_of_vllm(model_type):
     from vllm.model_executor.models import ModelRegistry
 
     architecture = FAMILIES[model_type][1].__name__
@@ -90,7 +90,7 @@ def test_a_family_names_what_vllm_merges(model_type):
     assert {name: packed[name] for name in merged} == merged
 
 
-def test_an_unknown_type_is_refused_with_the_list():
+def test_an_unknown_model_type_is_refused():
     with pytest.raises(
         UnsupportedLayer, match="model_type 'gpt2' is none of llama, mistral, qwen2, qwen3, qwen3_moe, seed"
     ):
@@ -118,7 +118,7 @@ def test_a_dense_family_is_one_file(tmp_path, monkeypatch):
         families._families.cache_clear()
 
 
-def test_names_are_split():
+def test_place_splits_names():
     assert place("model.layers.12.mlp.experts.7.gate_proj.weight") == (
         "model.layers.12",
         12,
@@ -155,7 +155,7 @@ def test_seed_oss_does_not_fit_sixteen_ranks():
 @pytest.mark.parametrize(
     ("switch", "value"), [("attention_bias", False), ("attention_out_bias", True), ("mlp_bias", True)]
 )
-def test_other_biases_than_vllms_seed_oss_has_are_refused(switch, value):
+def test_biases_that_vllms_seed_oss_lacks_are_refused(switch, value):
     with pytest.raises(UnsupportedLayer, match=f"it has {switch}={str(value).lower()}, and vLLM's class has"):
         plan_linears(SEED_OSS_36B | {switch: value})
 
@@ -173,11 +173,11 @@ def test_seed_oss_shares_operations_only_without_dropout():
         with pytest.raises(UnsupportedOperation, match=text):
             share_operations(FAMILIES["seed_oss"][1](tiny_config("seed_oss", **{name: 0.1})))
     assert OWN_FIELDS["seed_oss"] == rates, "tests run the model without dropout"
-    assert decoder.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "not only the trainer's"
+    assert decoder.as_trained(SEED_OSS_36B, {"hidden_act": "gelu"}) == SEED_OSS_36B, "not a dropout rate"
 
 
 def names_of_layers() -> re.Pattern:
-    """Projections, merged projections, norms and activations of every family; quoted only if also a field's name."""
+    """Projections, norms and activations of every family; names that are also fields must be quoted to match."""
     names = set()
     for decoder in map(of_type, model_types()):
         names |= {*map(leaf, (*decoder.projections, *decoder.pieces, *decoder.norms, decoder.activation))}

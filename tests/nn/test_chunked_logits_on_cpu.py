@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropy by chunks of logits: the bits of unchunked calls."""
+"""Log-probabilities and entropy from chunks of logits equal unchunked calls in every bit."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def bytes_of(rows: int) -> int:
 
 
 def whole(compute, read: int, used: int | None, dtype=torch.float32) -> list[torch.Tensor]:
-    """Numbers and both gradients from the logits of all rows; the first ``read`` numbers are in the loss."""
+    """Numbers and both gradients without chunks; the first ``read`` numbers are in the loss."""
     hidden, weight = operands(dtype)
     numbers = compute(mask_unused(kernels.logits(hidden, weight), used), slice(0, ROWS))
     sum((GRADIENT * part).sum() for part in numbers[:read]).backward()
@@ -51,7 +51,7 @@ def whole(compute, read: int, used: int | None, dtype=torch.float32) -> list[tor
 @pytest.mark.parametrize("used", [None, USED])
 @pytest.mark.parametrize("chunk, kept", [(1, 0), (5, 0), (5, 12), (5, ROWS), (ROWS, 0), (ROWS, ROWS), (100, 100)])
 @pytest.mark.parametrize("compute, read", [(log_probs, 1), (both, 1), (both, 2)])
-def test_every_bit_is_that_of_all_logits_at_once(compute, read, chunk, kept, used):
+def test_every_bit_equals_the_unchunked_result(compute, read, chunk, kept, used):
     expected = whole(compute, read, used)
     hidden, weight = operands()
     limits = dict(used=used, kept_bytes=bytes_of(kept), chunk_bytes=bytes_of(chunk))
@@ -63,7 +63,7 @@ def test_every_bit_is_that_of_all_logits_at_once(compute, read, chunk, kept, use
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_weight_in_bf16_has_its_gradient_in_bf16():
+def test_a_bf16_weight_has_a_bf16_gradient():
     expected = whole(log_probs, 1, None, torch.bfloat16)
     hidden, weight = operands(torch.bfloat16)
     per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(4), kept_bytes=0)[0].backward(GRADIENT)
@@ -72,7 +72,7 @@ def test_a_weight_in_bf16_has_its_gradient_in_bf16():
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_what_needs_no_gradient_gets_none(frozen):
+def test_a_frozen_operand_gets_no_gradient(frozen):
     expected = whole(log_probs, 1, None)
     operand = dict(zip(("hidden", "weight"), operands(), strict=True))
     operand[frozen].requires_grad_(False)
@@ -82,7 +82,7 @@ def test_what_needs_no_gradient_gets_none(frozen):
     assert torch.equal(operand[other].grad, expected[1 if other == "hidden" else 2])
 
 
-def test_a_retained_graph_has_the_same_gradients_again():
+def test_a_second_backward_of_a_retained_graph_is_equal():
     hidden, weight = operands()
     (numbers,) = per_token(hidden, weight, log_probs, chunk_bytes=bytes_of(5), kept_bytes=bytes_of(12))
     first = torch.autograd.grad(numbers, (hidden, weight), GRADIENT, retain_graph=True)
@@ -90,7 +90,7 @@ def test_a_retained_graph_has_the_same_gradients_again():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_no_rows_have_no_numbers():
+def test_an_empty_batch_gives_empty_results():
     hidden, weight = operands()
     empty = hidden.detach()[:0].requires_grad_()
     numbers = per_token(empty, weight, both)
@@ -100,7 +100,7 @@ def test_no_rows_have_no_numbers():
 
 
 @pytest.mark.parametrize("kept, again", [(0, 5), (4, 5), (12, 3), (ROWS, 0)])
-def test_backward_computes_again_only_what_was_not_kept(kept, again, monkeypatch):
+def test_backward_recomputes_only_chunks_that_were_not_kept(kept, again, monkeypatch):
     calls = []
     stock = kernels.logits
     monkeypatch.setattr(chunked_logits.kernels, "logits", lambda *operands: calls.append(1) or stock(*operands))
@@ -127,7 +127,7 @@ class Sizes(TorchDispatchMode):
         return result
 
 
-def test_nothing_but_the_gradient_has_the_size_of_all_logits():
+def test_only_the_gradient_has_the_size_of_all_logits():
     hidden, weight = operands()
     least = bytes_of(ROWS)  # a weight in BF16, and hidden rows, are smaller
     with Sizes(least) as forward:
@@ -139,4 +139,4 @@ def test_nothing_but_the_gradient_has_the_size_of_all_logits():
     assert [shape for shape in backward.shapes if shape not in products] == [(ROWS, VOCABULARY)]
     with Sizes(least) as unchunked:
         whole(both, 2, None)
-    assert unchunked.shapes.count((ROWS, VOCABULARY)) > 4, "the test sees them"
+    assert unchunked.shapes.count((ROWS, VOCABULARY)) > 4, "the counter works"

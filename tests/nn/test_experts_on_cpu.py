@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts in the FP8 flow: every product from the reference by hand, gradients against float64, independence of where a
-row lies and of who travels with it."""
+"""Experts in the FP8 flow: the forward against the reference's dense products, gradients against float64, saved
+and peak memory."""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +25,7 @@ EXPERTS, HIDDEN, INNER = 8, 256, 128
 
 
 def experts_module(ranks: int = 1, seed: int = 0, inner: int = INNER) -> tuple[JetExperts, nn.Module]:
-    """The FP8 experts, and the stock ones in float64."""
+    """The FP8 experts and the stock ones in float64."""
     torch.manual_seed(seed)
     stock = Qwen3MoeExperts(tiny_config("qwen3_moe", moe_intermediate_size=inner))
     for parameter in stock.parameters():
@@ -60,7 +60,7 @@ def difference(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(("used", "k"), [(8, 1), (8, 2), (8, 8), (3, 1), (3, 2)])
 @pytest.mark.parametrize("tokens", [3, 300])
-def test_output_and_gradients_are_those_of_float64_but_for_the_rounding(tokens, used, k):
+def test_output_and_gradients_equal_float64_up_to_fp8_rounding(tokens, used, k):
     layer, stock = experts_module()
     x, logits, dy = inputs(tokens, used=used)
     leaves = [x.clone().requires_grad_(), logits.clone().requires_grad_()]
@@ -70,16 +70,16 @@ def test_output_and_gradients_are_those_of_float64_but_for_the_rounding(tokens, 
     exact = [x.double().requires_grad_(), logits.double().requires_grad_()]
     expected = in_float64(stock, *exact, k)
     expected.backward(dy.double())
-    # E4M3 has 3 mantissa bits: an operand is off by 2.7% in the root mean square, and two or three of them meet.
+    # E4M3 has 3 mantissa bits: each of two or three operands has an RMS error of 2.7%.
     assert difference(out, expected) < 0.08
     pairs = [(leaves[0].grad, exact[0].grad), (layer.gate_up_proj.grad, stock.gate_up_proj.grad)]
     pairs.append((layer.down_proj.grad, stock.down_proj.grad))
     if k > 1:
         pairs.append((leaves[1].grad, exact[1].grad))
     else:
-        assert not leaves[1].grad.any(), "the only weight is 1 whatever the logits"
+        assert not leaves[1].grad.any(), "with k = 1 the weight is always 1"
     for got, want in pairs:
-        # The router's gradient of three tokens is six numbers, too few to average anything.
+        # With three tokens the router's gradient has six numbers, too few to average errors.
         assert difference(got, want) < (0.1 if tokens > 3 else 0.2)
     unused = [e for e in range(EXPERTS) if e not in set(chosen.flatten().tolist())]
     assert not layer.gate_up_proj.grad[unused].any() and not layer.down_proj.grad[unused].any()
@@ -100,7 +100,7 @@ def test_gradient_of_the_routing_weights(renormalize):
 
 
 def test_the_load_balancing_loss_reaches_the_router():
-    """transformers' own, of our router's logits."""
+    """transformers' loss on our router's logits."""
     logits = inputs(40)[1].requires_grad_()
     load_balancing_loss_func((logits,), EXPERTS, 2).backward()
     assert logits.grad.abs().max() > 0
@@ -136,7 +136,7 @@ def by_hand(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_forward_is_the_references_products_in_every_bit(ranks):
+def test_the_forward_equals_the_references_products_in_every_bit(ranks):
     layer, _ = experts_module(ranks, inner=256)
     x, logits, _ = inputs(12)
     chosen, weights = kernels.route(logits, 3, True)
@@ -144,7 +144,7 @@ def test_the_forward_is_the_references_products_in_every_bit(ranks):
         assert torch.equal(layer(x, chosen, weights), by_hand(layer, x, chosen, weights, ranks))
 
 
-def test_a_token_does_not_depend_on_the_others_nor_on_the_segments():
+def test_a_token_does_not_depend_on_the_batch_or_the_segments():
     layer, _ = experts_module()
     x, logits, _ = inputs(200)
     chosen, weights = kernels.route(logits, 2, True)
@@ -161,14 +161,14 @@ def test_a_token_does_not_depend_on_the_others_nor_on_the_segments():
 
 
 def gradients(layer: JetExperts, leaf: torch.Tensor, out: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
-    """Output and all gradients, which are cleared."""
+    """Output and all gradients; clears the parameters' ones."""
     out.backward(dy)
     tensors = [out.detach(), leaf.grad, layer.gate_up_proj.grad.clone(), layer.down_proj.grad.clone()]
     layer.zero_grad()
     return tensors
 
 
-def test_a_quantized_input_has_the_bits_of_its_source():
+def test_a_quantized_input_gives_the_bits_of_its_source():
     layer, _ = experts_module()
     x, logits, dy = inputs(30)
     chosen, weights = kernels.route(logits, 2, True)
@@ -180,7 +180,7 @@ def test_a_quantized_input_has_the_bits_of_its_source():
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_checkpointing_changes_no_bit_and_a_weight_is_quantized_once_while_it_is_in_place():
+def test_checkpointing_changes_no_bit_and_an_unchanged_weight_is_quantized_once():
     layer, _ = experts_module()
     x, logits, dy = inputs(30)
     chosen, weights = kernels.route(logits, 2, True)
@@ -214,7 +214,7 @@ SCALED = 1 + 4 / 128
 
 
 def saved(module: nn.Module, function: Callable[[], object]) -> list[torch.Tensor]:
-    """What autograd keeps for backward, parameters not counted."""
+    """Tensors that autograd saves for backward, without parameters."""
     parameters = {parameter.data_ptr() for parameter in module.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
@@ -229,7 +229,7 @@ def saved(module: nn.Module, function: Callable[[], object]) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize(("tokens", "k"), [(300, 2), (300, 8), (7, 2)])
-def test_saved_are_x_in_fp8_once_a_token_and_the_activations_operands_a_pair(tokens, k):
+def test_saved_bytes_are_x_in_fp8_per_token_and_the_activation_per_pair(tokens, k):
     layer, _ = experts_module()
     x, logits, _ = inputs(tokens)
     chosen, weights = kernels.route(logits, k, True)
@@ -240,12 +240,12 @@ def test_saved_are_x_in_fp8_once_a_token_and_the_activations_operands_a_pair(tok
     of_row = 2 * 2 * INNER + INNER * SCALED + 4
     assert sum(tensor.nbytes for tensor in kept) == tokens * of_token + rows * of_row + 4 * (EXPERTS + 1)
     shapes = {dtype: [tuple(t.shape) for t in kept if t.dtype == dtype] for dtype in {t.dtype for t in kept}}
-    assert shapes[torch.bfloat16] == [(rows, 2 * INNER)], "gate and up, as the activation's gradient needs them"
+    assert shapes[torch.bfloat16] == [(rows, 2 * INNER)], "gate and up, for the activation's gradient"
     assert sorted(shapes[torch.float8_e4m3fn]) == sorted([(tokens, HIDDEN), (rows, INNER)])
 
 
 class Results:
-    """Results of kernels that are alive after each call, and the most bytes of them."""
+    """Results of kernels that are alive after each call, and their peak bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.alive: list[tuple[str, torch.dtype, tuple[int, ...], int, StorageWeakRef]] = []
@@ -281,7 +281,7 @@ class Results:
         return sum(result[3] for result in self.alive)
 
 
-def test_a_row_of_a_pair_is_in_bf16_once_at_a_time_and_never_a_copy(monkeypatch):
+def test_bf16_rows_of_pairs_are_freed_before_the_next_and_never_copied(monkeypatch):
     """Follows every result of a kernel in forward and backward until it is freed."""
     inner = 384
     layer = experts_module(inner=inner)[0].bfloat16()  # as FSDP gathers it
@@ -308,7 +308,7 @@ def test_a_row_of_a_pair_is_in_bf16_once_at_a_time_and_never_a_copy(monkeypatch)
     assert not {"gather_quantized", "quantize_1x128", "quantize_1x128_and_128x1"} & set(dict(results.calls))
     down_gradient = 2 * layer.down_proj.numel()
     weight_gradients = down_gradient + 2 * layer.gate_up_proj.numel()
-    transposed = layer.gate_up_proj.numel() * (1 + 4 / 128**2)  # what DGrad reads of the weight
+    transposed = layer.gate_up_proj.numel() * (1 + 4 / 128**2)  # for DGrad
     at_once = {
         "dOut both ways and H colwise": rows * SCALED * (2 * HIDDEN + inner) + down_gradient,
         "dH and its gradients both ways": rows * (2 * inner + SCALED * 4 * inner) + down_gradient,

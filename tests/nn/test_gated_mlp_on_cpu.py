@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gated MLP as one autograd node: the bits of its modules called one by one."""
+"""The gated MLP as one autograd node equals its modules called one by one, in every bit."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def decoder(family: str, *, backward: str = "fp8"):
 
 
 def run(model, monkeypatch, *, as_one: bool) -> tuple[list[torch.Tensor], int]:
-    """Logits and all gradients, and how often three modules were one node."""
+    """Logits and all gradients, and the number of fused calls."""
     calls = []
     stock = gated_mlp.gated_product
     with monkeypatch.context() as patch:
@@ -49,7 +49,7 @@ def check_same(model, monkeypatch, calls_per_layer: int = 1) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_are_those_of_the_modules(monkeypatch, family):
+def test_logits_and_gradients_equal_those_of_the_modules(monkeypatch, family):
     check_same(decoder(family), monkeypatch)
 
 
@@ -62,7 +62,7 @@ def test_fp32_weights_get_the_same_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "both"])
-def test_frozen_weights_get_no_gradient_and_the_others_theirs(monkeypatch, frozen):
+def test_frozen_weights_get_no_gradient_and_the_others_do(monkeypatch, frozen):
     model = decoder("llama")
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj"):
@@ -78,7 +78,7 @@ def test_a_recomputed_forward_gives_the_same_gradients(monkeypatch):
     check_same(model, monkeypatch, calls_per_layer=2)  # again in backward
 
 
-def test_the_inputs_re_layout_is_freed_by_backward(monkeypatch):
+def test_backward_frees_the_inputs_re_layout(monkeypatch):
     model, inputs = decoder("llama"), []
     stock = gated_mlp.gated_product
     monkeypatch.setattr(gated_mlp, "gated_product", lambda x, *layers: inputs.append(x) or stock(x, *layers))

@@ -42,7 +42,7 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
-def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
+def test_each_gemm_equals_the_contract_in_float64(m, k, n, rule):
     """Y, dX and dW against float64 products of the contract's dequantized operands."""
     layer = make(k, n, rule=rule)
     x = torch.randn(m, k).bfloat16().requires_grad_()
@@ -63,8 +63,8 @@ def test_each_gemm_is_the_contract_in_float64(m, k, n, rule):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_forward_rounds_where_the_ranks_of_a_rollout_do(ranks, bias):
-    """Each rank's operator on its slice of K, rounded, added in FP32 in rank order, rounded once."""
+def test_the_forward_rounds_like_the_ranks_of_a_rollout(ranks, bias):
+    """Each rank's product over its slice of K is rounded; they are added in FP32 in rank order and rounded once."""
     torch.manual_seed(0)
     linear = nn.Linear(512, 256, bias=bias)
     layer = JetLinear.replace(linear, scale_rule="fp32", backward="fp8", ranks=ranks)
@@ -107,7 +107,7 @@ def test_bf16_backward_is_straight_through():
     assert torch.equal(layer.weight.grad, (dy.t() @ x.detach()).float())
 
 
-def test_forward_is_the_operator_that_vllm_calls_with_and_without_gradient():
+def test_forward_equals_vllms_operator_with_and_without_gradient():
     layer = make(256, 128)
     x = torch.randn(3, 5, 256).bfloat16()
     w = quantize_128x128(layer.weight.detach().bfloat16(), "fp32")
@@ -151,7 +151,7 @@ def test_nan_reaches_the_gradient():
     assert layer.weight.grad.isnan().any()
 
 
-def test_accumulated_gradients_are_the_sum_and_share_one_quantization():
+def test_accumulated_gradients_are_a_sum_and_share_one_quantization():
     layer = make(128, 256)
     batches = [torch.randn(50, 128).bfloat16() for _ in range(3)]
     total = torch.zeros_like(layer.weight)
@@ -165,7 +165,7 @@ def test_accumulated_gradients_are_the_sum_and_share_one_quantization():
     assert layer.quantizations == 1
 
 
-def test_an_optimizer_step_renews_the_qdata():
+def test_an_optimizer_step_requantizes_the_weight():
     layer = make(128, 128, bias=False)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     x = torch.randn(8, 128).bfloat16()
@@ -194,7 +194,7 @@ def saved_bytes(module: nn.Module, function) -> int:
     return sum(kept.values())
 
 
-def test_saved_activation_is_half_of_bf16():
+def test_the_saved_activation_has_half_the_bytes_of_bf16():
     m, k, n = 1024, 512, 256
     x = torch.randn(m, k).bfloat16().requires_grad_()
     layer = make(k, n, bias=False)
@@ -214,7 +214,7 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.parametrize("backward", ["fp8", "bf16"])
 def test_a_weight_changed_between_forward_and_backward_is_refused(backward):
-    """The weight is kept by reference, outside autograd's own check of saved tensors."""
+    """The weight is saved by reference, outside autograd's version check."""
     layer, x = make(128, 128, backward=backward), torch.randn(4, 128)
     y = layer(x)
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_an_assigned_parameter_is_the_weight():
 
 
 def test_weights_of_inference_mode_are_quantized_for_every_call():
-    """They have no version counter."""
+    """Inference tensors have no version counter."""
     with torch.inference_mode():
         layer, x = make(128, 128), torch.randn(4, 128)
         before = layer(x)
@@ -265,7 +265,7 @@ def test_a_write_past_the_version_counter_needs_drop_qdata():
 
 @pytest.fixture
 def calls(monkeypatch) -> Counter:
-    """How often X is quantized and re-laid out."""
+    """Counts quantizations and re-layouts of X."""
     counted = Counter()
 
     def count(name: str) -> None:
@@ -292,7 +292,7 @@ def three_layers(rule: str = "fp32", backward: str = "fp8") -> list[JetLinear]:
 @pytest.mark.parametrize("rule", RULES)
 def test_layers_of_one_input_quantize_it_once_and_compute_the_same(calls, rule, backward, checkpointed):
     def block(layers, x):
-        # As the norm before does, so a recomputed forward quantizes again.
+        # As the preceding norm does, so a recomputed forward quantizes again.
         x = quantize_input(x, layers[0].format, layers[0].scale_rule)
         return torch.cat([layer(x) for layer in layers], dim=-1)
 
@@ -334,7 +334,7 @@ def test_a_decoder_layer_quantizes_and_relays_out_four_inputs(calls, family, che
 
     with torch.no_grad():
         expected = logits_of(torch.arange(6)[None])
-    # In a mixture the activation quantizes for down, and gate's and up's input is re-laid out in the experts' segments.
+    # In a mixture the activation quantizes for down, and the experts' segments re-lay out the input of gate and up.
     inputs, of_experts = (3, 1) if family == "qwen3_moe" else (4, 0)
     assert calls == Counter(quantize_1x128=inputs * 2)
     calls.clear()
@@ -381,7 +381,7 @@ def test_a_quantized_input_without_its_source_is_refused():
         make(256, 128)(QuantizedTensor(qdata, scales))
 
 
-def test_hooks_that_cast_inputs_leave_quantized_data_alone():
+def test_hooks_that_cast_inputs_do_not_change_quantized_data():
     from torch.distributed.utils import _apply_to_tensors
     from torch.utils._pytree import tree_map_only
 
@@ -402,7 +402,7 @@ def test_a_norm_quantizes_only_while_all_its_readers_accept_it():
     assert isinstance(layer.post_attention_layernorm(x), QuantizedTensor)
 
 
-def test_the_shared_re_layout_is_freed_by_its_last_reader(monkeypatch):
+def test_the_last_reader_frees_the_shared_re_layout(monkeypatch):
     from torch.multiprocessing.reductions import StorageWeakRef
 
     stock, storages = kernels.relayout_128x1, []
@@ -429,7 +429,7 @@ def test_the_shared_re_layout_is_freed_by_its_last_reader(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_replacement_keeps_parameters_and_leaves_the_head_alone(family):
+def test_replacement_keeps_parameters_and_the_head(family):
     model = tiny_model(family)
     config = model.config
     before = dict(model.named_parameters())
@@ -442,7 +442,7 @@ def test_replacement_keeps_parameters_and_leaves_the_head_alone(family):
     assert model(torch.arange(6)[None]).logits.isfinite().all()
 
 
-def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_group():
+def test_an_unfit_layer_is_named_or_skipped_with_its_group():
     config = tiny_config("qwen2", intermediate_size=192)
     with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj .*192.*multiples of 128$"):
         plan_linears(config)
@@ -453,14 +453,14 @@ def test_a_layer_that_does_not_fit_stops_with_its_name_or_is_skipped_with_its_gr
         plan_linears(tiny_config("qwen2", intermediate_size=384), tp=2)
 
 
-def test_heads_that_vllm_would_read_otherwise_are_refused():
-    """vLLM's Qwen2 ignores head_dim, and its loaders would keep the first rows without a word."""
+def test_a_head_dim_that_vllm_ignores_is_refused():
+    """vLLM's Qwen2 ignores head_dim, and its loaders would silently keep the first rows."""
     with pytest.raises(UnsupportedLayer, match=r"vLLM's Qwen2 has heads of .* = 128 and ignores head_dim = 64"):
         plan_linears(tiny_config("qwen2", head_dim=64))
     assert plan_linears(tiny_config("llama", head_dim=64, num_attention_heads=4, num_key_value_heads=2))
 
 
-def test_other_architectures_and_other_layers_are_refused():
+def test_unknown_architectures_and_layers_are_refused():
     with pytest.raises(UnsupportedLayer, match=r"model_type 'mixtral' is none of llama"):
         plan_linears({"model_type": "mixtral"})
     model = tiny_model("qwen2")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of one input as one autograd node: the bits of separate layers."""
+"""Layers of one input as one autograd node equal separate layers in every bit."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def layers(bias: bool, backward: str, seed: int = 0) -> list[JetLinear]:
 
 
 def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool = False) -> list[torch.Tensor]:
-    """Outputs and gradients; with ``normed`` two outputs pass a norm, as heads do before attention."""
+    """Outputs and gradients; with ``normed`` two outputs go through a norm, as heads do before attention."""
     torch.manual_seed(1)
     x = torch.randn(TOKENS, K).bfloat16().requires_grad_()
     scales = [torch.randn(rows).bfloat16() for rows in ROWS]
@@ -46,12 +46,12 @@ def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool
 @pytest.mark.parametrize("normed", [False, True], ids=["", "normed"])
 @pytest.mark.parametrize("backward", ["fp8", "bf16"])
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_every_bit_is_that_of_separate_layers(bias, backward, normed, again):
+def test_every_bit_equals_separate_layers(bias, backward, normed, again):
     one, other = (run(layers(bias, backward), together, again, normed) for together in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_it_is_one_autograd_node():
+def test_the_layers_are_one_autograd_node():
     made = layers(False, "fp8")
     x = quantize_input(torch.randn(TOKENS, K).bfloat16().requires_grad_(), made[0].format, "fp32")
     q, k, v = project(x, made)
@@ -104,7 +104,7 @@ def test_plain_tensors_and_passes_without_gradients_call_the_layers():
 
 @pytest.mark.parametrize("again", [False, True], ids=["", "checkpointed"])
 def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(again, monkeypatch):
-    """FSDP puts a weight in place for forward and again for backward; bits are those of transposed qdata."""
+    """FSDP assigns a weight for forward and again for backward; the bits equal transposed qdata."""
     fp8 = formats.get("fp8")
     kept = run(layers(False, "fp8"), True, again)
     made = layers(False, "fp8")
@@ -134,7 +134,7 @@ def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(agai
 
 
 def test_a_transpose_is_cached_as_long_as_the_weight(monkeypatch):
-    """Once for all micro-batches while the weight stays in place, again after it changed or was assigned."""
+    """Once for all micro-batches, and again after the weight changed or was assigned."""
     fp8 = formats.get("fp8")
     (layer, *_) = layers(False, "fp8")
     made, transpose = [], fp8.transpose_weight
@@ -149,14 +149,14 @@ def test_a_transpose_is_cached_as_long_as_the_weight(monkeypatch):
     assert made == [1] and torch.equal(first, second)
     with torch.no_grad():
         layer.weight.mul_(-1)
-    assert torch.equal(gradient(), first) and len(made) == 2, "two signs: dY has the other one, too"
+    assert torch.equal(gradient(), first) and len(made) == 2, "both the weight and dY change sign"
     layer.weight = layer.weight
     assert torch.equal(gradient(), first) and len(made) == 3
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["", "hooked"])
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
-def test_heads_are_those_of_the_layers_outputs(tokens, hooked):
+def test_heads_equal_the_layers_outputs(tokens, hooked):
     made = layers(True, "fp8")
     if hooked:
         made[0].register_forward_hook(lambda *_: None)

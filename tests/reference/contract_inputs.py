@@ -54,7 +54,7 @@ def ties_and_their_neighbours(m: int, k: int) -> torch.Tensor:
 
 
 def edges_of_448(m: int, k: int) -> torch.Tensor:
-    """Maxima on, just under and just over 448 * 2^e, where a rounded scale makes the quotient overshoot 448."""
+    """Maxima at, just below and just above 448 * 2^e, where a rounded scale pushes the quotient above 448."""
     top = torch.ldexp(torch.tensor(448.0), torch.arange(m).remainder(40) - 20.0)
     x = top[:, None] * torch.linspace(-1, 1, k)
     x[::3] = x[::3].nextafter(torch.tensor(torch.inf))
@@ -70,7 +70,7 @@ def inf_and_nan(m: int, k: int) -> torch.Tensor:
 
 
 def masked_rows(m: int, k: int) -> torch.Tensor:
-    """Every other row zero (one of them -0), the rest tiny: the gradient of a batch with masked tokens."""
+    """Every other row zero (one of them -0), the rest tiny, as the gradient of a batch with masked tokens."""
     x = gaussian(m, k) * 1e-6
     x[::2] = 0
     x[0] = -0.0

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A second definition of the contract's quantizers, in numpy float64, that shares no line with jetrl_verl.reference.
+"""The contract's quantizers written again in numpy float64, independent of jetrl_verl.reference.
 
 Rounding searches all 256 bit patterns for the nearest finite value, ties to even; ``pow2`` tries exponents in exact
 fractions.

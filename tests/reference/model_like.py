@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Random operands with the statistics of a model's: activations with heavy tails and a few large channels, normal
-weights."""
+"""Random operands like a model's: activations with heavy tails and a few large channels, normal weights."""
 
 import torch
 

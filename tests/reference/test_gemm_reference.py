@@ -87,7 +87,7 @@ def test_k_blocks_are_added_in_ascending_order():
         assert reference.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32).item() == want
 
 
-def test_bias_is_added_before_the_one_rounding():
+def test_bias_is_added_before_rounding():
     """257 rounds to BF16 256; rounding, then adding 1 gives 257 -> 256, adding first gives 258."""
     a = QuantizedTensor(torch.tensor([[1.0]]).to(FP8_DTYPE), torch.tensor([[257.0]]))
     b = QuantizedTensor(torch.tensor([[1.0]]).to(FP8_DTYPE), torch.ones(1, 1))
@@ -110,7 +110,7 @@ def test_an_empty_batch_gives_an_empty_result():
     assert reference.gemm_nt(a, b, b_block_scaled=True).shape == (0, 130)
 
 
-def test_a_sum_over_no_tokens_is_zero():
+def test_a_weight_gradient_of_no_tokens_is_zero():
     dy = reference.quantize_128x1(torch.empty(0, 130), "fp32")
     x = reference.quantize_128x1(torch.empty(0, 70), "fp32")
     dw = reference.gemm_nt(dy, x, b_block_scaled=False, out_dtype=torch.float32)
@@ -119,7 +119,7 @@ def test_a_sum_over_no_tokens_is_zero():
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_round_their_products_and_add_them_in_their_order(ranks, with_bias):
+def test_products_of_ranks_are_rounded_and_added_in_rank_order(ranks, with_bias):
     a, b = operands(70, 130, 2048, b_block_scaled=True)
     bias = torch.arange(130).bfloat16() / 8 if with_bias else None
     width, groups = 2048 // ranks, 16 // ranks
@@ -143,7 +143,7 @@ def test_slices_of_k_that_cut_a_block_are_refused():
         reference.gemm_nt_of_ranks(a, b, 2)
 
 
-def test_shapes_that_do_not_fit_are_named():
+def test_mismatched_shapes_are_refused():
     a, b = operands(4, 130, 256, b_block_scaled=True)
     with pytest.raises(ValueError, match=r"do not fit .*1x128 scales on B"):
         reference.gemm_nt(a, b, b_block_scaled=False)
@@ -153,7 +153,7 @@ def test_shapes_that_do_not_fit_are_named():
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_wgrad_from_relaid_qdata_approximates_the_true_gradient(rule):
-    """dW = dY^T X with X through qdata twice and dY once: quantization noise only, no layout mistake."""
+    """dW = dY^T X with X quantized twice and dY once differs only by quantization noise."""
     g = torch.Generator().manual_seed(0)
     x, dy = torch.randn(300, 256, generator=g).bfloat16(), torch.randn(300, 130, generator=g).bfloat16()
     relaid = reference.relayout_128x1(reference.quantize_1x128(x, rule), rule)

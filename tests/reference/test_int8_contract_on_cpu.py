@@ -22,7 +22,7 @@ def by_numpy(x: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 300), (40, 256)])
-def test_qdata_and_scales(case, shape):
+def test_qdata_and_scales_equal_numpys(case, shape):
     x = case(*shape)
     finite = torch.isfinite(x).all(dim=-1)
     q = quantize_int8(x)
@@ -40,13 +40,13 @@ def test_a_row_by_hand():
     assert q.qdata.tolist() == [[127, -127, 2, 2, 0, 4]]
 
 
-def test_the_qdata_of_minus_x_are_the_negated_qdata():
+def test_quantization_is_symmetric():
     x = heavy_tailed(16, 200)
     assert torch.equal(quantize_int8(-x).qdata, -quantize_int8(x).qdata)
-    assert (quantize_int8(x).qdata.abs().amax(dim=-1) == 127).all(), "the maximum of a row is on the last code"
+    assert (quantize_int8(x).qdata.abs().amax(dim=-1) == 127).all(), "the maximum of a row has the last code"
 
 
-def test_rows_do_not_share_anything():
+def test_rows_are_independent():
     x = gaussian(6, 128)
     x[2] = 0
     x[4, 7] = torch.inf
@@ -58,7 +58,7 @@ def test_rows_do_not_share_anything():
     assert whole.scales[2] == 1 and not whole.qdata[2].any()
 
 
-def test_scales_of_a_calibration_are_kept_and_what_outgrows_them_saturates():
+def test_given_scales_are_kept_and_larger_values_saturate():
     """s = 2: 300 / 2 is cut to 127, 5 / 2 is a tie and goes to 2; a row with an Inf still has scale NaN."""
     x = torch.tensor([[300.0, -300.0, 5.0, 7.0], [1.0, torch.inf, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     q = quantize_int8(x, torch.full((3, 1), 2.0))
@@ -77,7 +77,7 @@ def test_leading_dimensions_and_empty_batches():
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 7, 300), (600, 16, 128)])
-def test_gemm_is_the_exact_integer_product_scaled_twice(shape):
+def test_gemm_is_the_exact_integer_product_times_both_scales(shape):
     m, n, k = shape
     a, b = quantize_int8(heavy_tailed(m, k)), quantize_int8(gaussian(n, k))
     acc = (a.qdata.numpy().astype(np.int64) @ b.qdata.numpy().astype(np.int64).T).astype(np.float32)
@@ -86,7 +86,7 @@ def test_gemm_is_the_exact_integer_product_scaled_twice(shape):
     assert torch.equal(gemm_int8(a, b), expected.to(torch.bfloat16))
 
 
-def test_the_sum_is_exact_where_float32_would_round():
+def test_the_integer_sum_is_exact_beyond_fp32():
     """128 * 127 * 127 * 16 and one: the FP32 product loses the one, the integer does not."""
     k = 4096
     ones = torch.full((1, k), 127, dtype=torch.int8)
@@ -99,8 +99,8 @@ def test_the_sum_is_exact_where_float32_would_round():
     assert got.item() == np.float32(acc) != np.float32(acc + 127)
 
 
-def test_bias_is_added_before_the_one_rounding():
-    """1 + 2^-9 is no BF16 number: rounding before adding -1 would leave 0."""
+def test_bias_is_added_before_rounding():
+    """1 + 2^-9 is not a BF16 number: rounding before adding -1 would give 0."""
     a = QuantizedTensor(torch.tensor([[1]], dtype=torch.int8), torch.tensor([[1 + 2.0**-9]]))
     b = QuantizedTensor(torch.tensor([[1]], dtype=torch.int8), torch.ones(1, 1))
     assert gemm_int8(a, b, bias=torch.tensor([-1.0])).item() == 2.0**-9
@@ -115,7 +115,7 @@ def test_nan_stays_in_its_row_and_its_channel():
     assert torch.equal(y.isnan(), expected)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_shapes_are_refused():
     q = quantize_int8(gaussian(4, 128))
     with pytest.raises(ValueError, match=r"A qdata \(4, 128\) .* do not fit B qdata \(4, 64\)"):
         gemm_int8(q, quantize_int8(gaussian(4, 64)))

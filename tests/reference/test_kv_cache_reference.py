@@ -23,23 +23,23 @@ def heads(*rows: list[float]) -> torch.Tensor:
         (0.875, -9, 448.0),
         (-3.0, -7, -384.0),
         (2.0**-55, -63, 256.0),  # the smallest scale
-        (2.0**-60, -63, 8.0),  # and a group that would want a smaller one
+        (2.0**-60, -63, 8.0),  # a group that would need a smaller one
         (3.0e38, 120, 224.0),
     ],
 )
-def test_a_head_has_the_power_of_two_of_its_largest_number(largest, exponent, code):
+def test_a_head_is_scaled_by_the_power_of_two_of_its_maximum(largest, exponent, code):
     qdata, scales = reference.quantize_heads(heads([0.0, largest]))
     assert scales.dtype == torch.uint8 and scales.tolist() == [[127 + exponent]]
     assert qdata[0, 0, 1].float() == code and qdata[0, 0, 0].float() == 0
 
 
-def test_heads_and_tokens_have_scales_of_their_own():
+def test_each_head_of_each_token_has_its_scale():
     x = heads([1.0], [64.0]).repeat(2, 1, 1)
     x[1] *= 4
     assert (reference.quantize_heads(x).scales.int() - 127).tolist() == [[-8, -2], [-6, 0]]
 
 
-def test_edges():
+def test_zero_inf_and_nan_heads():
     x = heads([], [1.0, float("inf")], [float("nan"), 2.0], [1.0])
     q = reference.quantize_heads(x)
     assert q.scales[0, :3].tolist() == [127, 255, 255]
@@ -55,8 +55,8 @@ def test_dequantized_numbers_are_exact_in_bf16_for_every_code_and_scale():
         assert torch.equal(back.nan_to_num(7), exact.nan_to_num(7))
 
 
-def test_quantizing_again_changes_nothing():
-    """A prefix that is written twice, by a preempted request or another one, has the same bytes."""
+def test_quantizing_twice_equals_quantizing_once():
+    """So a prefix that a preempted request writes again has the same bytes."""
     x = (torch.randn(64, 3, 128, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
     once = reference.dequantize_heads(reference.quantize_heads(x))
     assert torch.equal(reference.dequantize_heads(reference.quantize_heads(once)), once)
@@ -64,7 +64,7 @@ def test_quantizing_again_changes_nothing():
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_pages_hold_what_is_written_at_its_slot(block_size):
+def test_a_page_holds_each_token_at_its_slot(block_size):
     generator = torch.Generator().manual_seed(block_size)
     pages, kv_heads, tokens = 5, 3, 2 * block_size + 5
     k, v = (torch.randn(tokens, kv_heads, 128, generator=generator).bfloat16() for _ in range(2))
@@ -84,8 +84,8 @@ def test_pages_hold_what_is_written_at_its_slot(block_size):
 
 
 def test_the_layout_of_a_page_byte_by_byte():
-    """Token 21 of a page of 32, head 1: unit 1, row 5; chunk c of its key is at place c ^ 5 of the token's 8, chunk c
-    of its value at place 5 ^ (c % 2) of the chunk's 16, after keys and scales."""
+    """Token 21 of a page of 32 is row 5 of unit 1. Chunk c of its key is at c ^ 5 of the token's 8 chunks, chunk c of
+    its value at 5 ^ (c % 2) of the chunk's 16, after keys and scales."""
     qdata = torch.arange(256).to(torch.uint8).view(1, 2, 128).view(torch.float8_e4m3fn)
     k = QuantizedTensor(qdata, torch.tensor([[130, 131]]).to(torch.uint8))
     v = QuantizedTensor(k.qdata.flip(1), torch.tensor([[140, 141]]).to(torch.uint8))
@@ -100,7 +100,7 @@ def test_the_layout_of_a_page_byte_by_byte():
     assert int((cache != 255).sum()) == 2 * (2 * 128 + 2) - 2, "two of the written bytes are 255"
 
 
-def test_a_page_is_half_of_bf16s_and_scales():
+def test_a_page_has_one_byte_per_number_and_scale():
     assert kv_cache.UNIT_BYTES == 4128 == 16 * 2 * (128 + 1)
     with pytest.raises(ValueError, match="pages of a multiple of 16 tokens, not of 24"):
         reference.cache_shape(1, 24, 1)

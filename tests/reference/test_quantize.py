@@ -63,7 +63,7 @@ def test_every_finite_bit_pattern_survives_a_round_trip():
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("poison", [torch.inf, -torch.inf, torch.nan, -torch.nan])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_one_non_finite_value_makes_its_whole_group_nan_and_no_other(rule, poison, dtype):
+def test_a_non_finite_value_makes_only_its_group_nan(rule, poison, dtype):
     for position in (0, 77, 127, 128, 299):
         x = torch.randn(4, 300, generator=generator()).to(dtype)
         clean = reference.quantize_1x128(x, rule)
@@ -77,8 +77,8 @@ def test_one_non_finite_value_makes_its_whole_group_nan_and_no_other(rule, poiso
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_masked_rows_do_not_flush_their_neighbours_in_the_relayout(rule):
-    """A zero row has scale 1; a maximum of old scales would make 1 the new scale and 1e-6 a zero."""
+def test_masked_rows_do_not_flush_their_neighbours_to_zero(rule):
+    """A zero row has scale 1; if the maximum of old scales were the new scale, 1e-6 would become 0."""
     x = torch.randn(256, 128, generator=generator()) * 1e-6
     x[::2] = 0
     q = reference.quantize_1x128(x.bfloat16(), rule)
@@ -91,7 +91,7 @@ def test_masked_rows_do_not_flush_their_neighbours_in_the_relayout(rule):
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_a_column_of_only_masked_rows_has_scale_one(rule):
+def test_a_group_of_masked_rows_has_scale_one(rule):
     x = gaussian(256, 128)
     x[128:] = 0
     relaid = reference.relayout_128x1(reference.quantize_1x128(x, rule), rule)
@@ -99,7 +99,7 @@ def test_a_column_of_only_masked_rows_has_scale_one(rule):
     assert (relaid.qdata.view(torch.uint8)[:, 128:] & 0x7F == 0).all()
 
 
-def test_pow2_relayout_is_exact_where_the_new_group_keeps_the_value_normal():
+def test_pow2_relayout_is_exact_for_values_that_stay_normal():
     q = reference.quantize_1x128(heavy_tailed(256, 256), "pow2")
     before = reference.dequantize_1x128(q).t()
     relaid = reference.relayout_128x1(q, "pow2")
@@ -122,7 +122,7 @@ def test_a_transposed_weight_shares_qdata_and_scales(rule, shape):
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_both_quantizations_of_dy_are_the_single_ones(rule):
+def test_quantizing_both_ways_equals_two_single_calls(rule):
     x = heavy_tailed(200, 300)
     rowwise, colwise = reference.quantize_1x128_and_128x1(x, rule)
     assert_equal(rowwise, reference.quantize_1x128(x, rule))

@@ -13,7 +13,7 @@ MIN_NORMAL = 2.0**-126
 
 
 def interesting_maxima() -> torch.Tensor:
-    """Every power of two down to the subnormals, every 448 * 2^k, their two neighbours, and random bit patterns."""
+    """Every power of two down to the subnormals, every 448 * 2^k, both neighbours, and random bit patterns."""
     powers = [2.0**e for e in range(-149, 128)] + [448.0 * 2.0**e for e in range(-149, 119)]
     exact = torch.tensor(powers, dtype=torch.float64).float()
     up, down = exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(0.0))
@@ -45,7 +45,7 @@ def test_zero_and_non_finite_groups_have_scale_one(rule, special):
     assert scale_from_amax_bits(bits, rule).item() == 1.0
 
 
-def test_integer_maximum_finds_a_nan_wherever_it_stands():
+def test_the_integer_maximum_keeps_a_nan_at_any_position():
     for position in range(128):
         group = torch.full((128,), 3.0)
         group[position] = -torch.nan

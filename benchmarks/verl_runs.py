@@ -269,7 +269,7 @@ class Results:
             for line in (*run.get("errors", ()), *run.get("engine_errors", ())):
                 words = self._words(run)
                 console.print(f"{words}: {line}", markup=False, highlight=False, soft_wrap=True)
-        note = builds_note({self._words(run): [run["build"]] for run in self.runs}, across_builds=True)
+        note = builds_note({self._words(run): [run["build"]] for run in self.runs})
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
     def _words(self, run: Mapping) -> str:

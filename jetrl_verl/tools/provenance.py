@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which build made a result: :func:`provenance` goes into every record, :func:`builds_note` under every table.
+"""The build that made a result: :func:`provenance` goes into every record, :func:`builds_note` under every table.
 
-Two records are of one build if commit, sources and kernel library are the same.
-"""
+Two records are of one build if commit, sources and kernel library are the same."""
 
 import copy
 import os
@@ -16,13 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.environment import installed_version
-from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.commit import UNKNOWN, commit_of
-
-Build = Mapping[str, Any]
-"""What :func:`provenance` gives."""
-
-NO_COMMIT = "no commit recorded"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
@@ -76,18 +69,8 @@ def nvidia_smi() -> list[tuple[str, str]]:
     return [(name, driver) for name, comma, driver in (row.partition(", ") for row in rows) if comma]
 
 
-# --- several records -------------------------------------------------------------------------------------------------
-
-
-def builds_in(record: Mapping[str, Any]) -> list[dict[str, Any] | None]:
-    """Builds of ``record``: ``earlier_builds`` of a resumed run, then ``build``; None if it is not recorded."""
-    return [*record.get("earlier_builds", ()), record.get("build")]
-
-
-def describe(build: Mapping[str, Any] | None) -> str:
+def describe(build: Mapping[str, Any]) -> str:
     """A build in a few words."""
-    if build is None:
-        return NO_COMMIT
     commit, library = build["commit"], build["kernel_library_sha256"]
     words = f"commit {commit if commit == UNKNOWN else commit[:10]}"
     if build["dirty"] is not False:
@@ -95,38 +78,14 @@ def describe(build: Mapping[str, Any] | None) -> str:
     return f"{words}, " + (f"kernel library {library[:8]}" if library else "no kernel library")
 
 
-def _identity(build: Mapping[str, Any] | None) -> tuple | None:
-    return None if build is None else tuple(build[key] for key in _IDENTITY)
-
-
-def same_build(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
-    """Whether two builds are one; None is a build that was not recorded."""
-    return _identity(one) == _identity(other)
-
-
-def builds_note(records: Mapping[str, Sequence[Mapping[str, Any] | None]], across_builds: bool = False) -> str:
-    """The sentence under a table of ``records``: which build made them.
-
-    Args:
-        records: name of a record -> its builds (:func:`builds_in`).
-        across_builds: whether several builds are allowed.
-
-    Raises:
-        ToolError: the records are of several builds, and ``across_builds`` is not set.
-    """
-    groups: dict[tuple | None, tuple[str, list[str]]] = {}
+def builds_note(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The sentence under a table of ``records`` (name of a record -> its builds): which build made them."""
+    groups: dict[tuple, tuple[str, list[str]]] = {}
     for name, builds in records.items():
         for build in builds:
-            names = groups.setdefault(_identity(build), (describe(build), []))[1]
+            names = groups.setdefault(tuple(build[key] for key in _IDENTITY), (describe(build), []))[1]
             names.extend([name] if name not in names else [])
     if len(groups) <= 1:
         return "".join(f"Build: {words}." for words, _ in groups.values())
     listed = "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.values())
-    # Records without a build may be of several.
-    count = f"{'at least ' if len(groups.get(None, ('', []))[1]) > 1 else ''}{len(groups)}"
-    if not across_builds:
-        raise ToolError(
-            f"these results are of {count} builds, so a difference may come from the code ({listed}). Measure "
-            "them again with one build, or set --across-builds."
-        )
-    return f"Results of {count} builds side by side; a difference may come from the code. {listed}."
+    return f"Results of {len(groups)} builds side by side; a difference may come from the code. {listed}."

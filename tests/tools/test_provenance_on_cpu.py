@@ -10,9 +10,9 @@ import pytest
 
 from jetrl_verl import __version__
 from jetrl_verl.kernels import native
-from jetrl_verl.tools import ToolError, provenance
+from jetrl_verl.tools import provenance
 from jetrl_verl.tools.commit import FILE, UNKNOWN, commit_of, write_commit
-from jetrl_verl.tools.provenance import builds_in, builds_note, describe, same_build, sources_sha256
+from jetrl_verl.tools.provenance import builds_note, describe, sources_sha256
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ["torch", "triton", "verl", "vllm", "gpu", "driver"]
@@ -53,7 +53,7 @@ def build(
     }
 
 
-def test_it_says_what_a_result_depends_on(fresh, tmp_path):
+def test_provenance_names_what_a_result_depends_on(fresh, tmp_path):
     library = tmp_path / "libjetrl_sm90.so"
     fresh.setattr(native, "library_path", lambda: library)
     assert provenance.provenance()["kernel_library_sha256"] is None
@@ -68,7 +68,7 @@ def test_it_says_what_a_result_depends_on(fresh, tmp_path):
     assert provenance.provenance()["commit"] == commit_of(ROOT)[0]
 
 
-def test_gpu_and_driver_are_asked_of_nvidia_smi(fresh, tmp_path):
+def test_gpu_and_driver_come_from_nvidia_smi(fresh, tmp_path):
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 'NVIDIA H200, 570.1'\necho 'NVIDIA H200, 570.1'\n")
     program.chmod(0o755)
@@ -80,17 +80,17 @@ def test_gpu_and_driver_are_asked_of_nvidia_smi(fresh, tmp_path):
     assert provenance.nvidia_smi() == []
 
 
-def test_a_checkout_knows_its_commit_and_whether_it_was_changed(repository):
+def test_commit_and_changes_of_a_checkout(repository):
     root, git = repository
     commit = git("rev-parse", "HEAD")
     assert commit_of(root) == (commit, False)
-    (root / "outputs.json").write_text("{}")  # of no interest to a result
+    (root / "outputs.json").write_text("{}")  # not a source
     assert commit_of(root) == (commit, False)
     (root / "jetrl_verl" / "new.py").write_text("")
     assert commit_of(root) == (commit, True)
 
 
-def test_a_copy_knows_the_commit_that_was_written_when_it_was_built(repository, tmp_path):
+def test_an_installed_copy_has_the_commit_of_its_build(repository, tmp_path):
     root, git = repository
     commit, installed = git("rev-parse", "HEAD"), tmp_path / "site-packages"
     write_commit(root, installed)
@@ -100,7 +100,7 @@ def test_a_copy_knows_the_commit_that_was_written_when_it_was_built(repository, 
     assert commit_of(installed) == (commit, True)
 
 
-def test_the_repository_around_an_installed_copy_is_not_its_own(repository):
+def test_a_surrounding_repository_is_not_the_commit_of_an_installed_copy(repository):
     root, _ = repository
     installed = root / "lib" / "site-packages"
     (installed / "jetrl_verl").mkdir(parents=True)
@@ -109,7 +109,7 @@ def test_the_repository_around_an_installed_copy_is_not_its_own(repository):
     assert (installed / FILE).read_text() == "unknown\n" and commit_of(installed) == (UNKNOWN, None)
 
 
-def test_sources_differ_by_name_and_content_and_follow_a_linked_folder(tmp_path):
+def test_digest_of_sources_covers_names_contents_and_linked_folders(tmp_path):
     package, linked = tmp_path / "package", tmp_path / "patches"
     package.mkdir()
     linked.mkdir()
@@ -129,7 +129,6 @@ def test_sources_differ_by_name_and_content_and_follow_a_linked_folder(tmp_path)
 @pytest.mark.parametrize(
     "other",
     [
-        None,
         build(commit="b" * 40),
         build(dirty=True),
         build(commit=UNKNOWN, dirty=None),
@@ -137,28 +136,16 @@ def test_sources_differ_by_name_and_content_and_follow_a_linked_folder(tmp_path)
         build(library="l" * 64),
     ],
 )
-def test_results_of_two_builds_are_refused_unless_asked_for_and_then_named(other):
-    records = {"one": [build()], "two": [build(), other]}
-    assert not same_build(build(), other)
-    with pytest.raises(ToolError, match="2 builds.* --across-builds"):
-        builds_note(records)
-    note = builds_note(records, across_builds=True)
+def test_results_of_two_builds_are_named(other):
+    note = builds_note({"one": [build()], "two": [build(), other]})
     assert note.startswith("Results of 2 builds side by side")
     assert f"{describe(build())}: one, two" in note and f"{describe(other)}: two" in note
 
 
-def test_results_of_one_build_say_which():
-    alike = build() | {"torch": "2.11.0"}  # versions of others are for each table to judge
+def test_the_note_names_a_single_build():
+    alike = build() | {"torch": "2.11.0"}  # versions of others are not part of a build's identity
     assert builds_note({"one": [build()], "two": [alike]}) == f"Build: {describe(build())}."
     assert builds_note({}) == ""
-
-
-def test_records_without_a_build_stay_readable():
-    assert builds_in({"device": "NVIDIA H200"}) == [None]
-    assert builds_in({"build": build(), "earlier_builds": [None]}) == [None, build()]
-    assert builds_note({"one": [None], "two": [None]}) == "Build: no commit recorded."
-    note = builds_note({"one": [None], "two": [None], "three": [build()]}, across_builds=True)
-    assert note.startswith("Results of at least 2 builds side by side")
 
 
 @pytest.mark.parametrize(

@@ -41,11 +41,7 @@ REFUSED, STOCK, INEXACT = "FP8 training is refused", "jet_fp8 runs stock operati
 
 
 def run_memory(words: Sequence[str], script: Path | None, gib: float, console: Console) -> None:
-    """Count a job and print it.
-
-    Args:
-        words: overrides of verl. script: a recipe's, which is given them. gib: memory of a GPU.
-    """
+    """Count a job and print it. ``words``: overrides of verl. ``script``: a recipe's. ``gib``: memory of a GPU."""
     if script is not None:
         words = words_of_script(script, words)
     if not words:
@@ -95,14 +91,13 @@ def _runs(precision: str, model: Model, stock: bool, refused: bool) -> bool:
 
 
 def words_of_script(script: Path, arguments: Sequence[str] = ()) -> list[str]:
-    """The overrides that a recipe's script passes to verl: it runs with a ``$PYTHON`` that writes them down."""
+    """The overrides that a recipe's script passes to verl: it runs with a ``$PYTHON`` that records them."""
     with tempfile.TemporaryDirectory(prefix="jetrl-memory-") as folder:
         words, python = Path(folder) / "words", Path(folder) / "python"
         python.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{words}'\n")
         python.chmod(0o755)
         environment = {**os.environ, "PYTHON": str(python), "OUT": folder}
-        command = ["bash", str(script), *arguments]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        run = subprocess.run(["bash", str(script), *arguments], env=environment, capture_output=True, text=True)
         recorded = words.read_text().split("\0")[:-1] if words.is_file() else []
     if recorded[:1] != ["-m"]:
         why = " ".join(run.stderr.strip().splitlines()[-1:])
@@ -128,10 +123,8 @@ def compose(words: Sequence[str]) -> DictConfig:
 
 
 def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]:
-    """What the settings and the model of a job composed under ``precision=jet_fp8`` cost: effect and message.
-
-    The messages are those with which ``jet_fp8_exact`` refuses them (config/support).
-    """
+    """Effect and message of each setting, and of the model, that costs exactness in a job composed under ``jet_fp8``.
+    The message is the one with which ``jet_fp8_exact`` refuses it (config/support)."""
     get, overrides = reader(config), model_overrides(config)
     automatic = get("jetrl.operations") == "auto"
 

@@ -49,9 +49,11 @@ def update(
     """
     shard = FP32 * model.parameters / shards
     logits, rows = update_logits(model, tokens, shared), expert_rows(model, tokens)
+    # One layer of a mixture: gradients in BF16 and FP32, FP8 copies both ways.
+    experts = (BF16 + FP32 + 2) * model.layer if model.experts else 0.0
     backward = {
         "activations": model.layers * tokens * (BF16 * model.hidden if checkpointing else layer_activations(model)),
-        "gathered weights": (kept or gathered(model, shards)) + expert_layer(model),
+        "gathered weights": (kept or gathered(model, shards)) + experts,
         "logits" if logits >= rows else "expert rows": max(logits, rows),
     }
     optimizer = {"optimizer step": shard}
@@ -60,7 +62,7 @@ def update(
 
 
 def old_log_probs(model: Model, shards: int, tokens: float, *, shared: bool = False, kept: float = 0.0) -> Terms:
-    """A forward pass beside the state. Logits: ``6 V T``, in BF16 and FP32; of shared operations one FP32 chunk."""
+    """A forward pass, next to the state. Logits: ``6 V T``, in BF16 and FP32; of shared operations one FP32 chunk."""
     logits = model.vocabulary * tokens
     return {
         "activations": layer_activations(model) * tokens,
@@ -97,11 +99,6 @@ def kept_weights(model: Model, fp8: bool, fp8_backward: bool = True) -> float:
     return BF16 * model.parameters + copies * model.quantized
 
 
-def expert_layer(model: Model) -> float:
-    """Backward of one layer of a mixture: gradients in BF16 and FP32, FP8 copies both ways, 8 bytes a parameter."""
-    return (BF16 + FP32 + 2) * model.layer if model.experts else 0.0
-
-
 def expert_rows(model: Model, tokens: float) -> float:
     """Backward of one layer of a mixture (nn/experts.py), for each expert of each token, segments padded to 128 rows:
     dX and two FP8 copies of X; gate, up and their gradients in BF16 and FP8, and an FP8 product."""
@@ -135,9 +132,6 @@ def weight_sync(model: Model, kind: str, tp: int, bucket: float, stock: bool) ->
     FP32 and BF16, ``6 V H``, by stock verl; lm_head or a layer in BF16 by this package."""
     piece = (FP32 + BF16) * model.head if stock else BF16 * max(model.head, model.layer)
     return {"vLLM weights": rollout_weights(model, kind) / tp, "gathered weights": piece, "sync bucket": bucket}
-
-
-# --- phases of a job --------------------------------------------------------------------------------------------------
 
 
 class Precision(NamedTuple):

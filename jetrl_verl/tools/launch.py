@@ -100,13 +100,13 @@ def choose_device(device: str) -> str:
         ToolError: another word, or ``cuda`` where torch finds no GPU.
     """
     if device not in DEVICES:
-        raise ToolError(f"{device!r} is not a device; choose one of {', '.join(DEVICES)}")
+        raise ToolError(f"{device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
     device = detect_device() if device == "auto" else device
     if device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            raise ToolError("no NVIDIA GPU answers; use --device cpu")
+            raise ToolError("no NVIDIA GPU answers. Set --device cpu.")
     return device
 
 

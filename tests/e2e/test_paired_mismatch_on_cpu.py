@@ -21,6 +21,13 @@ CPU = torch.device("cpu")
 Rows = list[torch.Tensor]
 
 
+def load_policy(folder: Path):
+    """Model, in BF16 as stored, and tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16), AutoTokenizer.from_pretrained(folder)
+
+
 def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     """Prompts, responses and the FP8 rollout's log-probability of each response token."""
     import vllm_engine
@@ -33,7 +40,6 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     from jetrl_verl.sync.contract import with_contract
     from jetrl_verl.sync.wire import quantize_stream
     from jetrl_verl.tools.demo import task
-    from jetrl_verl.tools.demo.policy import load_policy
     from jetrl_verl.tools.demo.warmup import prompt_ids
 
     model, tokenizer = load_policy(folder)
@@ -80,7 +86,6 @@ def measure(folder: Path) -> tuple[Rows, Rows]:
     from jetrl_verl.algorithms.shadow import bf16_linears
     from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.nn.replace import replace_linears
-    from jetrl_verl.tools.demo.policy import load_policy
     from jetrl_verl.train.engine import mask_unused_vocabulary
 
     model, tokenizer = load_policy(folder)

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mismatch that ``precision=fp8_rollout`` has on the policies of a run: ``python -m ... REQUEST``.
 
-One vLLM engine takes the policies in turn and samples; the BF16 trainer computes log-probabilities of the same tokens.
-Both run stock operations. Nothing is trained.
-"""
+One vLLM engine samples from each policy in turn; the BF16 trainer scores the same tokens. Nothing is trained."""
 
 import json
 import os
@@ -82,8 +80,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
 
 
 def main(path: str) -> None:
-    """Entry of the program."""
-    # The engine has to run in this process: its model gets other weights.
+    # The engine runs in this process, since its weights are replaced for each policy.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     request = BaselineRequest(**json.loads(Path(path).read_text()))
     with Path(request.out).open("w", buffering=1) as out:

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data and warmed-up policy of the demo, made once per configuration and kept in a folder.
 
-The folder's name holds a hash of all settings and of the code that uses them. It gets that name when it is complete.
-"""
+The folder is named by a hash of all settings and of the code that uses them, once it is complete."""
 
 import hashlib
 import json
@@ -21,7 +20,7 @@ from jetrl_verl.tools.demo.warmup import WarmupConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what a cache entry holds."""
+    """All settings of a cache entry."""
 
     task: TaskConfig = field(default_factory=TaskConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
@@ -56,7 +55,7 @@ def find(recipe: Recipe, cache: Path) -> Prepared | None:
     try:
         return Prepared(folder.resolve(), json.loads((folder / "facts.json").read_text()))
     except (OSError, ValueError) as error:
-        raise DemoError(f"{folder / 'facts.json'} is not readable; delete {folder} and run again") from error
+        raise DemoError(f"{folder / 'facts.json'} is not readable. Delete {folder} and run again.") from error
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
@@ -71,7 +70,7 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     except OSError as error:
-        raise DemoError(f"--cache {cache} is no folder to write in ({error.strerror}); name another") from None
+        raise DemoError(f"--cache {cache} is no folder to write in ({error.strerror}). Choose another.") from None
     try:
         facts = _fill(recipe, building, device, report)
         (building / "facts.json").write_text(json.dumps(facts, indent=2))

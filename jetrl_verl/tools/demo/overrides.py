@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's verl command line, for a CPU or one GPU; nothing in it depends on the precision but ``precision=...``."""
+"""The demo's verl command line, for a CPU or one GPU. Only ``precision=...`` depends on the precision."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 MAX_PROMPT_TOKENS = 24
 MAX_RESPONSE_TOKENS = 40
 
-PROMPTS = 16
-"""Of a step."""
-GROUP_SIZE = 8
+PROMPTS, GROUP_SIZE = 16, 8  # prompts of a step, responses to each
 LEARNING_RATE = 2e-4
 
 LOCAL_RAY = {
@@ -50,7 +48,7 @@ CPU = {
 
 
 def words_on_a_cpu() -> list[str]:
-    """Overrides that run a job written for GPUs on a CPU; its sizes stay."""
+    """Overrides that run a job for GPUs on a CPU."""
     return _words({**FEW_PROCESSES, **CPU})
 
 
@@ -65,15 +63,7 @@ def words_of_one_machine() -> list[str]:
 
 
 def build_overrides(precision: str, prepared: "Prepared", paths: RunPaths, device: str, steps: int) -> list[str]:
-    """Hydra overrides for ``python -m verl.trainer.main_ppo``.
-
-    Args:
-        precision: a choice of the Hydra group ``precision``.
-        prepared: data and policy.
-        paths: where the run writes.
-        device: ``cpu`` or ``cuda``.
-        steps: number of GRPO steps.
-    """
+    """Hydra overrides for ``python -m verl.trainer.main_ppo``; ``device`` is ``cpu`` or ``cuda``."""
     sequences = PROMPTS * GROUP_SIZE
     common = {
         "precision": precision,

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's policies, a Qwen3 and a Qwen3 mixture of experts of one to two million parameters, and their tokenizer.
 
-All sizes are multiples of 128, so every linear layer takes the FP8 path. The vocabulary is exactly the tokenizer's (a
-token per character, ChatML's markers, role names and ``####``), so no logit has to be masked.
-"""
+All sizes are multiples of 128, so every linear layer is quantized. The vocabulary is the tokenizer's."""
 
 import string
 from dataclasses import dataclass
@@ -77,7 +75,7 @@ def build_tokenizer():
 
 
 def build_model(config: PolicyConfig, tokenizer):
-    """The untrained policy with FP32 weights of ``config.seed``; the global random state stays as it is."""
+    """The untrained policy with FP32 weights from ``config.seed``; the global random state does not change."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -111,17 +109,8 @@ def build_model(config: PolicyConfig, tokenizer):
 
 
 def save_policy(model, tokenizer, folder: Path) -> None:
-    """Write model (BF16, as published checkpoints are) and tokenizer to ``folder``."""
+    """Write model (in BF16, as published checkpoints) and tokenizer to ``folder``."""
     import torch
 
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def load_policy(folder: Path):
-    """Load ``(model, tokenizer)`` from ``folder``, weights in BF16 as stored."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.bfloat16)
-    return model, AutoTokenizer.from_pretrained(folder, local_files_only=True)

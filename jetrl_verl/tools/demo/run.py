@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver of ``make demo``: prepare, train with verl, measure ``fp8_rollout`` on the same policies, report.
 
-verl runs as a separate program, as a user would start it. However the run ends, no process that it started is left.
-"""
+verl runs as a separate program, as a user would start it. No process outlives the run, however it ends."""
 
 import json
 import os
@@ -37,7 +36,7 @@ _BASELINE_POLICIES = 6
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the command line chooses. Raises ``DemoError`` for a value that does not exist."""
+    """Options of the command line. Raises ``DemoError`` for a value that is not supported."""
 
     precision: str
     steps: int
@@ -53,15 +52,15 @@ class DemoOptions:
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
-            raise DemoError(f"{self.precision!r} is not a precision; choose one of {', '.join(PRECISIONS)}")
+            raise DemoError(f"{self.precision!r} is not a precision. Choose one of {', '.join(PRECISIONS)}.")
         if self.policy not in POLICIES:
-            raise DemoError(f"{self.policy!r} is not a policy; choose one of {', '.join(POLICIES)}")
+            raise DemoError(f"{self.policy!r} is not a policy. Choose one of {', '.join(POLICIES)}.")
         if self.device not in DEVICES:
-            raise DemoError(f"{self.device!r} is not a device; choose one of {', '.join(DEVICES)}")
+            raise DemoError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
         if self.steps < 1:
-            raise DemoError(f"--steps {self.steps} trains nothing; ask for at least one step")
+            raise DemoError(f"--steps {self.steps} trains nothing. Set at least 1.")
         if word := precision_word(self.overrides):
-            raise DemoError(f"{word} would leave the run named after {self.precision}; choose it with --precision")
+            raise DemoError(f"{word} would leave the run named after {self.precision}. Set it with --precision.")
 
     @property
     def last_step(self) -> int:
@@ -77,11 +76,8 @@ def run_demo(
 ) -> int:
     """Run the demo and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 
-    Args:
-        options: what to run.
-        console: where progress is shown.
-        recipe: data, policy and warm-up; the defaults of ``options.policy`` if None.
-        trainer: program to which the overrides are appended.
+    ``recipe``: data, policy and warm-up, by default those of ``options.policy``. ``trainer``: program to which the
+    overrides are appended.
     """
     recipe = recipe or cache.Recipe(policy=POLICIES[options.policy])
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
@@ -120,7 +116,7 @@ def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device
     try:
         paths.folder.mkdir(parents=True)
     except OSError as error:
-        raise DemoError(f"--out {options.out} is no folder to write in ({error.strerror}); name another") from None
+        raise DemoError(f"--out {options.out} is no folder to write in ({error.strerror}). Choose another.") from None
     if prepared is None:
         say(f"preparing data and policy in {options.cache} (kept for later runs)")
         return cache.make(recipe, options.cache, device, say)
@@ -136,11 +132,11 @@ def _train(
     trainer: Sequence[str],
     console: Console,
 ) -> bool:
-    """Whether verl ran all steps; why not is printed."""
+    """Whether verl ran all steps; prints the reason if not."""
     say = _printer(console)
     overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
     if device == "cpu" and options.precision == "jet_fp8" and POLICIES[options.policy].experts:
-        # `auto` is stock on a CPU, and stock operations run no mixture.
+        # `auto` is stock on a CPU, and stock operations do not support a mixture.
         overrides.append("jetrl.operations=shared")
     if options.baseline:
         overrides += ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
@@ -162,7 +158,7 @@ def _say_failure(sentence: str, log: Path, say) -> None:
 
 
 def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str, say) -> bool:
-    """Measure ``fp8_rollout`` on some of the policies that sampled in the run; whether it worked."""
+    """Measure ``fp8_rollout`` on some of the policies that sampled in the run. Returns whether that succeeded."""
     checkpoints = paths.folder / "checkpoints"
     last = _BASELINE_POLICIES - 1
     steps = sorted({1 + round(i * (options.steps - 1) / last) for i in range(_BASELINE_POLICIES)})

@@ -2,17 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's task: add two numbers digit by digit, write every carry, and state the sum after ``####``.
 
-A problem is a pair of three-digit numbers. Its worked solution has one line ``digit+digit+carry=sum`` per decimal
-place, the ones first, and then the answer::
+A solution has one line ``digit+digit+carry=sum`` per decimal place, the ones first, and then the answer::
 
     737+219   ->   7+9+0=16
                    3+1+1=05
                    7+2+0=09
                    #### 956
 
-A model of a million parameters learns it in a minute, a rule grades it, and the reward depends on the answer alone.
-verl imports this file by path in its reward workers, so nothing heavy is imported at the top.
-"""
+verl imports this file by path in its reward workers, so nothing heavy is imported at the top."""
 
 import random
 import re

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised warm-up: teach the policy the task until about two answers in five are right.
 
-GRPO learns from prompts whose sampled answers are neither all right nor all wrong. The warm-up stops at an estimated
-accuracy and not after a number of steps, since how fast a policy learns depends on the machine's arithmetic.
-"""
+GRPO learns from prompts whose answers are neither all right nor all wrong. The warm-up stops at an estimated accuracy,
+since the number of steps to it depends on the machine's arithmetic."""
 
 import time
 from collections.abc import Callable

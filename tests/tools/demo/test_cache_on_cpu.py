@@ -71,5 +71,5 @@ def test_a_damaged_entry_is_named(filled, tmp_path):
     folder, made = filled
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / made.folder.name / "facts.json").write_text("{")
-    with pytest.raises(DemoError, match="facts.json is not readable; delete .* and run again"):
+    with pytest.raises(DemoError, match="facts.json is not readable. Delete .* and run again"):
         cache.find(RECIPE, tmp_path)

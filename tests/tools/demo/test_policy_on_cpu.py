@@ -4,7 +4,7 @@
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jetrl_verl.tools.demo.overrides import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 from jetrl_verl.tools.demo.policy import (
@@ -12,7 +12,6 @@ from jetrl_verl.tools.demo.policy import (
     PolicyConfig,
     build_model,
     build_tokenizer,
-    load_policy,
     save_policy,
 )
 from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits
@@ -92,7 +91,7 @@ def test_policy_survives_saving_in_bf16(tokenizer, tmp_path):
     model = build_model(TINY, tokenizer)
     expected = {name: p.to(torch.bfloat16) for name, p in model.state_dict().items()}
     save_policy(model, tokenizer, tmp_path)
-    loaded, _ = load_policy(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert all(torch.equal(p, expected[name]) for name, p in loaded.state_dict().items())
 
 

@@ -217,13 +217,13 @@ def test_a_mixture_under_jet_fp8_gets_shared_operations_on_a_cpu(policy, precisi
 @pytest.mark.parametrize(
     "arguments,sentence",
     [
-        (["--precision", "fp4"], f"'fp4' is not a precision; choose one of {', '.join(PRECISIONS)}"),
-        (["--device", "tpu"], "'tpu' is not a device; choose one of auto, cpu, cuda"),
-        (["--policy", "mixture"], "'mixture' is not a policy; choose one of dense, moe"),
-        (["--steps", "0"], "--steps 0 trains nothing; ask for at least one step"),
+        (["--precision", "fp4"], f"'fp4' is not a precision. Choose one of {', '.join(PRECISIONS)}."),
+        (["--device", "tpu"], "'tpu' is not a device. Choose one of auto, cpu, cuda."),
+        (["--policy", "mixture"], "'mixture' is not a policy. Choose one of dense, moe."),
+        (["--steps", "0"], "--steps 0 trains nothing. Set at least 1."),
         (
             ["precision=bf16"],
-            "precision=bf16 would leave the run named after jet_fp8_exact; choose it with --precision",
+            "precision=bf16 would leave the run named after jet_fp8_exact. Set it with --precision.",
         ),
     ],
 )
@@ -239,7 +239,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence(command, tmp_path, monkeypatch)
     folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     result = CliRunner().invoke(app, [command, "--device", "cuda", *folders])
     assert result.exit_code == 1
-    assert result.stderr.strip() == "error: no NVIDIA GPU answers; use --device cpu"
+    assert result.stderr.strip() == "error: no NVIDIA GPU answers. Set --device cpu."
     assert not list(tmp_path.iterdir())
 
 

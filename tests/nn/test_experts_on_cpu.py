@@ -324,6 +324,6 @@ def test_bf16_rows_of_pairs_are_freed_before_the_next_and_never_copied(monkeypat
     ("changes", "ranks", "text"),
     [(dict(inner=192), 1, "do not divide into blocks of 128"), (dict(inner=128), 2, "2 ranks of the rollout")],
 )
-def test_dimensions_that_do_not_fit_are_refused(changes, ranks, text):
+def test_dimensions_off_the_fp8_block_are_refused(changes, ranks, text):
     with pytest.raises(ValueError, match=text):
         experts_module(ranks, **changes)

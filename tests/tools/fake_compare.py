@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for verl (``train BEHAVIOUR OVERRIDES...``) and the evaluation (``judge COUNT REQUEST``), without a model.
+"""A fake of verl (``train BEHAVIOUR OVERRIDES...``) and of the evaluation (``judge COUNT REQUEST``), without a model.
 
-Behaviours ``fail:PRECISION`` and ``die_once`` (the first attempt) die in step 2, with a checkpoint of step 1.
-"""
+Behaviours ``fail:PRECISION`` and ``die_once`` (the first attempt) die in step 2, with a checkpoint of step 1."""
 
 import json
 import os
@@ -49,7 +48,7 @@ def train(behaviour: str, words: list[str]) -> None:
 
 
 def judge(request: Request, count: int) -> None:
-    """Right of 8 problems are 4, one more under ``jet`` and one more with seed 2; dies after ``count`` policies."""
+    """4 of 8 problems are correct, one more under ``jet`` and one more with seed 2; dies after ``count`` policies."""
     with Path(request.config).parents[4].joinpath("engines").open("a") as engines:
         engines.write(f"{list(request.policies)}\n")
     for i, (name, (checkpoint, file)) in enumerate(request.policies.items()):

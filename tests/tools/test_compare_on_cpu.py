@@ -50,7 +50,7 @@ def starts(out: Path, name: str) -> list[str]:  # the first step of each attempt
     return (out / "runs" / name / "checkpoints" / "starts").read_text().split()
 
 
-def test_every_precision_runs_with_every_seed_and_one_engine_judges_all(tmp_path):
+def test_every_precision_runs_with_every_seed_and_one_engine_scores_all(tmp_path):
     precisions = ("bf16", KV_CACHE)
     status, screen, page = compare(tmp_path, precisions=precisions, seeds=(1, 2))
     assert status == 0, screen
@@ -61,7 +61,7 @@ def test_every_precision_runs_with_every_seed_and_one_engine_judges_all(tmp_path
     accuracies = {name: row["accuracy"] for name, row in page["rows"].items()}
     assert accuracies == {BEFORE: 0.5, "bf16": 0.5625, KV_CACHE: 0.6875}
     assert (tmp_path / "compare.html").is_file() and (tmp_path / "compare.png").is_file()
-    # With another precision: nothing that finished is trained or judged again.
+    # With one more precision, no finished run is trained or scored again.
     status, screen, page = compare(tmp_path, precisions=(*precisions, "jet_fp8"), seeds=(1, 2))
     assert status == 0 and list(page["rows"]) == [BEFORE, *precisions, "jet_fp8"]
     assert starts(tmp_path, names[0]) == ["0"] and engines.read_text().splitlines()[1:] == [
@@ -71,7 +71,7 @@ def test_every_precision_runs_with_every_seed_and_one_engine_judges_all(tmp_path
         compare(tmp_path, words=("actor_rollout_ref.actor.optim.lr=1e-5",))
 
 
-def test_runs_differ_in_precision_seeds_and_paths_alone(tmp_path):
+def test_runs_differ_only_in_precision_seeds_and_paths(tmp_path):
     job = Job(["verl", "jetrl.kv_cache=bf16"], {})
     own = {"precision", "data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed"}
     paths = {"trainer.experiment_name", "trainer.default_local_dir", "hydra.run.dir"}
@@ -85,7 +85,7 @@ def test_runs_differ_in_precision_seeds_and_paths_alone(tmp_path):
     assert [word for word in job.command_of(saving) if word.startswith("trainer.save_freq")] == ["trainer.save_freq=5"]
 
 
-def test_an_interrupted_run_resumes_from_its_checkpoint_with_whole_metrics(tmp_path):
+def test_an_interrupted_run_resumes_and_keeps_all_its_metrics(tmp_path):
     status, screen, page = compare(tmp_path, "die_once")
     assert status == 1 and page is None and "bf16-seed1: ended with status 3 after step 2 of 4" in screen
     status, screen, _ = compare(tmp_path, "die_once")
@@ -94,19 +94,19 @@ def test_an_interrupted_run_resumes_from_its_checkpoint_with_whole_metrics(tmp_p
     assert list(records) == [0, 1, 2, 3, 4] and {"critic/score/mean", "val-core/x/acc/mean@1"} <= records[1].keys()
 
 
-def test_runs_that_fail_or_have_no_score_are_said_and_the_others_compared(tmp_path):
+def test_failed_and_unscored_runs_are_named_and_the_others_compared(tmp_path):
     status, screen, page = compare(tmp_path, "fail:fp8_rollout", ("bf16", "fp8_rollout", "jet_fp8"), count=2)
     assert status == 1 and "ValueError: layer 3 differs" in screen and "CUDA out of memory" in screen
     problems = ["fp8_rollout-seed1 did not finish training", "jet_fp8-seed1 was not scored"]
     assert page["not_in_table"] == problems and list(page["rows"]) == [BEFORE, "bf16"]
     assert all(problem in (tmp_path / "compare.html").read_text() and problem in screen for problem in problems)
-    # Scores of other settings do not stand in for those that an evaluation did not reach.
+    # Scores of other settings do not replace missing ones.
     _, _, page = compare(tmp_path, "fail:fp8_rollout", temperature=1.0, samples=2, count=1)
     assert page is None and str([BEFORE, "bf16-seed1", "jet_fp8-seed1"]) in (tmp_path / "engines").read_text()
 
 
 @pytest.mark.parametrize("behaviour", ["reward_model", "no_config"])
-def test_a_job_that_cannot_be_judged_is_ended_early(behaviour, tmp_path):
+def test_a_job_that_cannot_be_scored_ends_early(behaviour, tmp_path):
     with pytest.raises(ToolError, match="a reward model is not supported|did not write its composed config"):
         compare(tmp_path, behaviour)
     assert not (tmp_path / "runs" / "jet_fp8-seed1").exists()
@@ -122,7 +122,7 @@ def test_the_demo_is_the_default_job(tmp_path, monkeypatch):
     assert f"data.val_files='{entry.test}'" in command and "trainer.total_training_steps=4" in command
 
 
-def test_an_interruption_ends_what_was_started(tmp_path):
+def test_an_interruption_ends_every_started_process(tmp_path):
     words = ("--precisions", "bf16", "--out", str(tmp_path), "--", *FAKE, "train", "hang")
     driver = subprocess.Popen([sys.executable, "-m", "jetrl_verl.cli", "compare", *words], stdout=-1, text=True)
     try:

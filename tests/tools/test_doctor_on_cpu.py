@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl doctor``: each fault is one finding with its fix, and a broken library does not stop the report."""
+"""``jetrl doctor``: one finding with its fix for each fault; a broken library does not stop the report."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def only(findings) -> Finding:
     return finding
 
 
-def test_a_gpu_without_the_shared_operations_is_noted_and_named_in_the_verdict(gpu_machine):
+def test_a_gpu_without_the_shared_operations_is_a_note_in_the_verdict(gpu_machine):
     gpu_machine["kernels"]["gap"] = "GPU 0, NVIDIA L40S, has compute capability 8.9, and FlashAttention 3 needs 9.0"
     findings = doctor.diagnose()
     (finding,) = (finding for finding in findings if finding.subject == doctor.SHARED)
@@ -97,7 +97,7 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
 
 
-def test_this_machine_is_diagnosed_by_real_processes():
+def test_real_processes_diagnose_this_machine():
     findings = {finding.subject: finding for finding in doctor.diagnose(ray=False)}
     for subject in ("verl", "vllm", "torch", "transformers", "jetrl-verl", "plugin in verl", "plugin in vLLM"):
         assert findings[subject].state == OK, findings[subject]
@@ -135,7 +135,7 @@ def test_a_process_that_never_answers_is_ended(monkeypatch, tmp_path):
     assert doctor.ask("ray") == {"error": "no answer within 3 s"}
 
 
-def test_a_check_that_fails_is_a_finding_of_its_own(gpu_machine):
+def test_a_failed_check_is_its_own_finding(gpu_machine):
     del gpu_machine["kernels"]["devices"]["cuda:0"]["last"]
     assert "KeyError" in only(doctor.diagnose()).detail
 
@@ -143,7 +143,7 @@ def test_a_check_that_fails_is_a_finding_of_its_own(gpu_machine):
 @pytest.mark.parametrize(
     ("package", "version"), [("verl", "0.9.0"), ("torch", "2.12.0+cu130"), ("vllm", None), ("vllm", "unknown")]
 )
-def test_a_version_off_the_pin_says_what_to_install(package, version, monkeypatch):
+def test_an_unpinned_version_names_the_one_to_install(package, version, monkeypatch):
     installed = doctor.installed_version
     monkeypatch.setattr(doctor, "installed_version", lambda name: version if name == package else installed(name))
     finding = only(doctor.check_packages())
@@ -170,13 +170,13 @@ def test_an_occupied_gpu_is_wrong(gpu_machine):
     assert finding.detail == "60.0 GiB of 141.0 GiB free" and "gpu_memory_utilization" in finding.fix
 
 
-def test_a_gpu_that_torch_does_not_see(gpu_machine):
+def test_a_gpu_that_torch_does_not_see_is_wrong(gpu_machine):
     gpu_machine["kernels"] |= {"gpus": [], "devices": {"cpu": HOPPER | {"platform": "cpu"}}}
     finding = only(doctor.diagnose())
     assert "torch finds no GPU" in finding.detail and "CUDA 13.0" in finding.fix
 
 
-def test_the_cpu_build_beside_a_gpu(gpu_machine, monkeypatch):
+def test_the_cpu_build_of_vllm_on_a_gpu_machine_is_wrong(gpu_machine, monkeypatch):
     monkeypatch.setattr(
         doctor, "installed_version", lambda name: "0.24.0+cpu" if name == "vllm" else doctor.PINS.get(name)
     )
@@ -203,7 +203,7 @@ def test_an_operation_without_any_backend_is_wrong(gpu_machine):
     assert {f.subject for f in wrong(doctor.diagnose())} == {"quantize_1x128 on cuda:0", "gemm_nt_128x128 on cuda:0"}
 
 
-def test_the_reason_of_a_backend_is_its_own_error(monkeypatch):
+def test_an_unavailable_backend_reports_its_own_error(monkeypatch):
     from importlib import import_module
 
     from jetrl_verl.kernels import dispatch
@@ -220,14 +220,14 @@ def metadata_folder(folder, version):
     return folder
 
 
-def test_two_versions_of_the_plugin_are_named_with_their_places(tmp_path, monkeypatch):
+def test_two_installed_versions_are_named_with_their_paths(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(metadata_folder(tmp_path / "old", "0.0.9")))
     finding = only(doctor.check_installation())
     assert "installed in 2 versions" in finding.detail and f"0.0.9 in {tmp_path / 'old'}" in finding.detail
     assert "pip uninstall jetrl-verl" in finding.fix
 
 
-def test_metadata_of_another_version_than_the_code(tmp_path, monkeypatch):
+def test_metadata_of_another_version_is_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(jetrl_verl, "__version__", "0.2.0")
     finding = only(doctor.check_installation())
     assert "is version 0.2.0, its metadata says" in finding.detail
@@ -242,7 +242,7 @@ def test_code_without_metadata_is_not_installed(monkeypatch):
     ("check", "part", "variable"),
     [("check_vllm", "vllm", "VLLM_PLUGINS"), ("check_verl", "verl", "VERL_USE_EXTERNAL_PLUGINS")],
 )
-def test_a_plugin_filter_that_leaves_us_out_is_named(check, part, variable, monkeypatch):
+def test_a_filter_that_excludes_the_plugin_is_named(check, part, variable, monkeypatch):
     monkeypatch.setenv(variable, "other, jetrl")
     assert wrong(getattr(doctor, check)(HEALTHY[part])) == []
     monkeypatch.setenv(variable, "other")
@@ -250,7 +250,7 @@ def test_a_plugin_filter_that_leaves_us_out_is_named(check, part, variable, monk
     assert finding.subject == variable and f"unset {variable}" in finding.fix
 
 
-def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
+def test_vllms_plugin_filter_hides_the_quantization_method(monkeypatch):
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert doctor.ask("vllm")["registered"] is False
 
@@ -264,19 +264,19 @@ def test_vllms_filter_keeps_the_method_unknown_for_real(monkeypatch):
         ("check_ray", {"complaint": "the workers have jetrl-verl 0.0.9; install it"}, "workers have jetrl-verl 0.0.9"),
     ],
 )
-def test_a_plugin_that_does_not_arrive(check, answer, detail):
+def test_a_plugin_that_a_process_did_not_load_is_wrong(check, answer, detail):
     part = check.removeprefix("check_")
     assert detail in only(getattr(doctor, check)(HEALTHY[part] | answer)).detail
 
 
-def test_missing_entry_points(monkeypatch):
+def test_missing_entry_points_are_wrong(monkeypatch):
     monkeypatch.setattr(doctor.metadata, "entry_points", lambda **selection: ())
     for check, part in ((doctor.check_verl, "verl"), (doctor.check_vllm, "vllm")):
         finding = only(check(HEALTHY[part]))
         assert "no entry point" in finding.detail and "pip install -e" in finding.fix
 
 
-def test_small_or_absent_shared_memory(monkeypatch, tmp_path):
+def test_small_or_absent_shared_memory_is_wrong(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: doctor.shutil._ntuple_diskusage(2**26, 0, 2**26))
     finding = only(doctor.check_shared_memory())
     assert "0.1 GiB free, 2.0 GiB are needed" in finding.detail and "--shm-size" in finding.fix
@@ -284,7 +284,7 @@ def test_small_or_absent_shared_memory(monkeypatch, tmp_path):
     assert only(doctor.check_shared_memory()).detail == "absent"
 
 
-def test_the_command_shows_a_table_remedies_and_a_verdict(gpu_machine, monkeypatch):
+def test_the_command_prints_remedies_and_a_verdict(gpu_machine, monkeypatch):
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and result.stdout.strip().endswith("This machine runs every precision on 1 GPU.")
     gpu_machine["ray"]["complaint"] = "a worker on 10.0.0.2 has jetrl-verl [old]; install the same version there"
@@ -294,7 +294,7 @@ def test_the_command_shows_a_table_remedies_and_a_verdict(gpu_machine, monkeypat
     assert "[old]" in result.stdout and "1 thing to fix" in result.stdout
 
 
-def test_without_ray_no_worker_is_asked(gpu_machine):
+def test_no_ray_skips_the_workers(gpu_machine):
     del gpu_machine["ray"]
     result = CliRunner().invoke(app, ["doctor", "--no-ray", "--json"])
     report = json.loads(result.stdout)
@@ -311,14 +311,14 @@ def of_library(findings) -> Finding:
     return finding
 
 
-def test_the_library_of_the_hopper_kernels_is_named_by_its_sum(gpu_machine):
+def test_the_kernel_library_is_shown_with_its_checksum(gpu_machine):
     gpu_machine["kernels"]["library"] = library()
     finding = of_library(doctor.diagnose(ray=False))
     assert finding.state == OK and finding.detail == f"libjetrl_sm90.so, SHA-256 {'ab' * 32}"
 
 
 @pytest.mark.parametrize("gpus", [[GPU], []], ids=["Hopper", "no GPU"])
-def test_a_package_without_the_hopper_kernels_is_noted_with_the_price(gpu_machine, gpus):
+def test_missing_hopper_kernels_are_a_note_with_the_slowdown(gpu_machine, gpus):
     gpu_machine["kernels"] |= {"library": library(sha256=None), "gpus": gpus}
     finding = of_library(doctor.diagnose(ray=False))
     assert finding.state == NOTE and "make wheel" in finding.detail
@@ -335,7 +335,7 @@ def of_mixtures(findings) -> list[tuple[str, str]]:
     return [(f.state, f.detail) for f in findings if f.subject.startswith(self_check.MIXTURES)]
 
 
-def test_kernels_that_answer_with_the_references_bits_are_listed_by_backend(gpu_machine):
+def test_kernels_with_the_references_bits_are_listed_by_backend(gpu_machine):
     findings = doctor.diagnose(ray=False)
     (linears,) = (finding for finding in findings if finding.subject == "linears, sm90")
     assert linears.state == OK and linears.detail == "native, triton: FProp, WGrad: the reference's bits"
@@ -345,7 +345,7 @@ def test_kernels_that_answer_with_the_references_bits_are_listed_by_backend(gpu_
     ]
 
 
-def test_a_kernel_that_is_wrong_or_fails_is_named_with_its_backend(gpu_machine):
+def test_a_wrong_or_failing_kernel_is_named_with_its_backend(gpu_machine):
     outcomes = gpu_machine["self_check"]["cuda:0"]["outcomes"]
     outcomes[4][3] = outcomes[5][3] = "3 of 512 numbers are not the reference's"
     outcomes[6][3] = "RuntimeError: no kernel image"
@@ -357,7 +357,7 @@ def test_a_kernel_that_is_wrong_or_fails_is_named_with_its_backend(gpu_machine):
     assert of_mixtures(findings) == []
 
 
-def test_a_self_check_that_does_not_answer_is_wrong_where_torch_does(gpu_machine):
+def test_an_unanswered_self_check_is_wrong_where_torch_works(gpu_machine):
     gpu_machine["self_check"] = {"error": "OutOfMemoryError: CUDA out of memory"}
     assert only(doctor.diagnose(ray=False)).subject == "self-check"
     assert list(doctor.check_self(gpu_machine["self_check"], {"error": "ImportError: torch"})) == []

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluation of ``jetrl compare``: problems and grades are the job's own, one engine takes the weights of all runs."""
+"""Evaluation of ``jetrl compare``: problems and grades are the job's own, one engine loads the weights of all runs."""
 
 import json
 from dataclasses import replace
@@ -55,7 +55,7 @@ def judge(job) -> Judge:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "jet_fp8"])
-def test_the_words_of_a_run_compose_after_any_others(precision, tmp_path):
+def test_the_overrides_of_a_run_win_over_the_users(precision, tmp_path):
     folder = tmp_path / "it's a=b, [c]"  # characters that mean something in Hydra's grammar
     words = Job(["precision=fp8_rollout", "data.seed=9"], {}).command_of(CompareRun(precision, 2, folder))
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -84,7 +84,7 @@ def test_grades_are_those_of_the_jobs_reward_function(judge):
     assert judge.scores([[wrong, right], [right, wrong]] + [[wrong, wrong]] * 4) == [[0, 1], [0, 0], *[[0, 0]] * 4]
 
 
-def test_a_reward_without_accuracy_counts_as_it_is(judge, monkeypatch):
+def test_a_reward_without_accuracy_is_the_score(judge, monkeypatch):
     async def run_single(item):
         return {"reward_score": 0.25, "reward_extra_info": {}}
 
@@ -92,7 +92,7 @@ def test_a_reward_without_accuracy_counts_as_it_is(judge, monkeypatch):
     assert judge.scores([[[1], [2]]]) == [[0.25, 0.25]]
 
 
-def test_a_subset_of_the_problems_is_the_same_for_every_run(job, tmp_path, monkeypatch):
+def test_every_run_is_scored_on_the_same_subset_of_problems(job, tmp_path, monkeypatch):
     """verl draws it from the training's seed, and the file that is read may be that of any run."""
     asked = []
     monkeypatch.setattr(evaluate, "Engine", lambda config, prompts: asked.append(prompts))
@@ -110,7 +110,7 @@ def engine(job, judge, cpu_platform):
         yield Engine(load_config(job / "config.yaml"), judge.prompts)
 
 
-def test_an_engine_takes_weights_in_place_and_answers_alike_for_equal_ones(engine, job, tmp_path):
+def test_an_engine_loads_weights_in_place_and_equal_weights_give_equal_answers(engine, job, tmp_path):
     def answers() -> list:
         return [engine.answer(0.0, 1, seed=1), engine.answer(1.0, 2, seed=1)]
 
@@ -123,7 +123,7 @@ def test_an_engine_takes_weights_in_place_and_answers_alike_for_equal_ones(engin
     assert all(one != other for way in (0, 1) for one, other in zip(first[way], second[way]))
 
 
-def test_every_policy_gets_a_file_and_no_weights_stay(engine, job, judge, tmp_path, monkeypatch):
+def test_every_policy_gets_a_file_and_no_weights_remain(engine, job, judge, tmp_path, monkeypatch):
     """The program end to end, on the engine that runs already and on checkpoints of Hugging Face's layout."""
     monkeypatch.setattr(evaluate, "Engine", lambda config, prompts: engine)
     monkeypatch.setattr(evaluate, "Judge", lambda config: judge)

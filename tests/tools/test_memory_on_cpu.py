@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl memory``: terms against values by hand, phases of a job, and settings that cost exactness."""
+"""``jetrl memory``: terms against hand-computed values, phases of a job, settings that cost exactness."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_parameters_and_keys_and_values_of_an_8b_model():
     assert EIGHT.kv_bytes() == 2 * 36 * 8 * 128 * 2 and EIGHT.kv_bytes("fp8") == 2 * 36 * 8 * (128 + 1)
 
 
-def test_an_update_over_eight_gpus():
+def test_terms_of_an_update_over_eight_gpus():
     shard, tokens = 4 * EIGHT.parameters / 8, 16384
     update = terms.update(EIGHT, 8, tokens)
     assert update == {
@@ -87,13 +87,13 @@ def test_an_update_over_eight_gpus():
     assert update | {"logits": 2 * 151936 * tokens + 5 * GIB} == shared, "4 GiB of logits kept, 1 GiB of a chunk"
     assert terms.update_logits(EIGHT, 1024, shared=True) == 10 * 151936 * 1024, "one chunk, kept whole"
     assert terms.update(EIGHT, 8, tokens, eight_bit=True)["optimizer moments"] == 2 * shard * 0.255
-    every = terms.update(EIGHT, 8, tokens, checkpointing=False)["activations"]
-    assert every == 36 * tokens * 2 * (5 * 4096 + 2 * (4096 + 1024) + 3 * 12288)
+    activations = terms.update(EIGHT, 8, tokens, checkpointing=False)["activations"]
+    assert activations == 36 * tokens * 2 * (5 * 4096 + 2 * (4096 + 1024) + 3 * 12288)
     step = terms.update(EIGHT, 1, 256)
     assert step["optimizer step"] == step["gradients"] == 4 * EIGHT.parameters and "logits" not in step
 
 
-def test_a_mixture_has_the_gradients_and_copies_of_a_whole_layer_and_rows_of_its_experts():
+def test_terms_of_an_update_of_a_mixture():
     layer = 128 * 3 * 2048 * 768 + 2048 * 128 + 2048 * (4096 + 2 * 512) + 4096 * 2048
     assert MIXTURE.layer == layer and MIXTURE.quantized == 48 * (layer - 2048 * 128), "the router is not quantized"
     assert terms.update(MIXTURE, 8, 16384)["gathered weights"] == 2 * (2 * layer + 151936 * 2048) + 8 * layer
@@ -102,14 +102,14 @@ def test_a_mixture_has_the_gradients_and_copies_of_a_whole_layer_and_rows_of_its
     assert update["expert rows"] == rows * (4 * 2048 + 13 * 768) and update["gathered weights"] == 3 + 8 * layer
 
 
-def test_weights_that_stay_gathered():
+def test_terms_of_weights_that_stay_gathered():
     assert terms.kept_weights(EIGHT, fp8=False) == 2 * EIGHT.parameters
     assert terms.kept_weights(EIGHT, fp8=True) == 2 * EIGHT.parameters + 2 * EIGHT.quantized
     assert terms.kept_weights(EIGHT, fp8=True, fp8_backward=False) == 2 * EIGHT.parameters + EIGHT.quantized
     assert terms.kept_weights(MIXTURE, fp8=True) == 2 * MIXTURE.parameters + MIXTURE.quantized
 
 
-def test_a_rollout_gives_the_rest_of_its_share_to_the_cache():
+def test_the_rest_of_the_rollouts_share_is_its_cache():
     rollout = terms.rollout(EIGHT, "fp8", 40 * GIB, 256, 8192, 2)
     weights = (2 * EIGHT.parameters - EIGHT.quantized) / 2
     work = 8 * 151936 * 256 + 8192 * (3 * 12288 + 4 * 4096)
@@ -117,7 +117,7 @@ def test_a_rollout_gives_the_rest_of_its_share_to_the_cache():
     assert terms.rollout(EIGHT, "bf16", GIB, 256, 8192, 1)["KV cache"] == 0
 
 
-def test_phases_hold_what_is_not_offloaded(small):
+def test_each_phase_has_what_is_not_offloaded(small):
     base = reader(small)
 
     def phases(**settings):
@@ -126,7 +126,7 @@ def test_phases_hold_what_is_not_offloaded(small):
 
     plain = phases()
     shard = 4 * EIGHT.parameters / 8
-    assert all(held["CUDA contexts"] == 3.7 * GIB and held["FP32 weights"] == shard for held in plain.values())
+    assert all(phase["CUDA contexts"] == 3.7 * GIB and phase["FP32 weights"] == shard for phase in plain.values())
     assert plain["sync"]["sync bucket"] == 2 * GIB and plain["sync"]["gathered weights"] == 2 * HEAD
     assert plain["old log-probs"]["logits"] == GIB and "vLLM weights" not in plain["update"]
     offloaded = phases(actor__fsdp_config__param_offload=True, actor__fsdp_config__optimizer_offload=True)
@@ -136,7 +136,7 @@ def test_phases_hold_what_is_not_offloaded(small):
     assert scoring["FP32 weights"] == shard and "optimizer moments" not in scoring
     awake = phases(rollout__free_cache_engine=False, actor__use_kl_loss=True)
     assert awake["update"]["vLLM weights"] == plain["rollout"]["vLLM weights"]
-    assert {held["reference policy"] for held in awake.values()} == {shard}
+    assert {phase["reference policy"] for phase in awake.values()} == {shard}
 
 
 def test_a_recipe_is_counted_and_fits():
@@ -148,7 +148,7 @@ def test_a_recipe_is_counted_and_fits():
     assert run.words_of_script(RECIPE, ["a.b='x y'"])[-1] == "a.b='x y'"
 
 
-def test_a_job_that_does_not_fit_says_what_to_set():
+def test_a_job_that_does_not_fit_names_the_setting_to_change():
     options = ("--model", "qwen3-8b", "--gpus", "1", "--tp", "1", "--gpu-gib", "79.1", "--response-length", "8192")
     status, output = jetrl_memory(*options, "--", "actor_rollout_ref.rollout.gpu_memory_utilization=0.2")
     assert status == 0, output
@@ -166,7 +166,7 @@ def test_a_job_that_does_not_fit_says_what_to_set():
         (("--", "data.nothing=1"), "verl does not accept these overrides"),
     ],
 )
-def test_what_cannot_be_counted_is_one_sentence(words, sentence):
+def test_an_invalid_job_is_one_sentence(words, sentence):
     status, output = jetrl_memory(*words)
     assert status == 1 and output.startswith(f"error: {sentence}") and len(output.strip().splitlines()) == 1
 
@@ -187,7 +187,7 @@ def test_a_model_that_costs_exactness_is_named(row, small):
     assert effect == run.STOCK and message.endswith(f". {row.remedy}.")
 
 
-def test_precisions_that_do_not_run_are_left_out():
+def test_unsupported_precisions_are_left_out():
     status, output = jetrl_memory("--", *SMALL, "actor_rollout_ref.model.lora_rank=8")
     assert status == 0 and "FP8 training is refused: actor_rollout_ref.model.lora_rank=8" in output
     assert "bf16" in output and "fp8_rollout" not in output

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of a step as a line, and what a failed run's log says: the exceptions and refusals, nothing else."""
+"""The line of a step's metrics, and the exceptions and refusals in the log of a failed run."""
 
 import traceback
 
@@ -27,7 +27,7 @@ def test_exceptions_and_refusals_are_recognized(tmp_path, kind):
     assert last_errors(log) == [line.rstrip(), refusal]
 
 
-def test_exceptions_that_actors_pass_on_and_notes_of_the_start_are_no_errors(tmp_path, capsys, monkeypatch):
+def test_forwarded_exceptions_and_startup_notes_are_not_errors(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     operations._say.cache_clear()
     node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
@@ -41,14 +41,14 @@ def test_exceptions_that_actors_pass_on_and_notes_of_the_start_are_no_errors(tmp
     assert last_errors(log) == ["Exception: Call to collective_rpc method failed: cancelled"]
 
 
-def test_a_log_without_an_exception_gives_its_last_lines(tmp_path):
+def test_a_log_without_an_exception_shows_its_last_lines(tmp_path):
     log = tmp_path / "run.log"
     log.write_text(NOISE)
     assert last_errors(log, tail=2) == NOISE.splitlines()
     assert last_errors(tmp_path / "none") == []
 
 
-def test_a_step_shows_the_metrics_that_it_has():
+def test_a_step_shows_the_metrics_it_has():
     accuracies = {"val-core/openai/gsm8k/acc/mean@1": 0.9, "val-core/MATH-500/acc/mean@1": 0.4}
     assert describe(accuracies) == "accuracy of MATH-500 40.0%  accuracy of openai/gsm8k 90.0%"
     assert describe({"rollout_corr/k3_kl": 0.0, "val-core/MATH-500/acc/mean@1": None}) == "k3_kl 0.0e+00"

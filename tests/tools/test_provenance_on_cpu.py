@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The build of a result: from git, from the file of an installed copy, and compared with other results."""
+"""The build of a result: from git, from the file of an installed copy, and in the note under a table."""
 
 import subprocess
 from hashlib import sha256

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The report: metrics as they are read, what the pictures and the table show of them, and a page without a network."""
+"""The report: reading metrics, pictures, table, and a page that needs no network."""
 
 import json
 import re

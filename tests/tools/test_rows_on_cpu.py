@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a comparison: what their text means, and that no two of them share a file."""
+"""Rows of a comparison: parsing, splitting and file names."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,7 +25,7 @@ def test_a_row_is_a_precision_and_overrides_of_hydra(text, settings):
 
 
 @pytest.mark.parametrize("text", ["jet_fp9", "", "jet_fp8+", "jet_fp8+a", "jet_fp8+a=x|y", "jet_fp8+a=1++a=2"])
-def test_a_text_that_is_no_row_is_refused(text):
+def test_an_invalid_row_is_refused(text):
     with pytest.raises(ToolError):
         parse_row(text, ["jet_fp8"])
 
@@ -34,7 +34,7 @@ def test_a_list_is_split_where_a_row_ends():
     assert split_rows("bf16,jet_fp8+a=[1,2]+b=3,fp8_rollout") == ("bf16", "jet_fp8+a=[1,2]+b=3", "fp8_rollout")
 
 
-def test_no_two_rows_share_a_file_and_every_name_is_a_file_name():
+def test_every_row_has_its_own_valid_file_name():
     texts = ["a", "a+b=c", "a+b.c=d", "a+b=c.d", "a+b=c-d", "a+b=c_d", "a+b=c/d", "a+b=c:d", "a++b=c", "a+b=[1,2]"]
     texts += ["a+b=" + "x" * 200, "a+b=" + "x" * 199 + "y", "a+b=c+d=e", "a+b=c-d-e"]
     slugs = [parse_row(text, ["a"]).slug for text in texts]

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The doctor's self-check names wrong results, and its calls are ones that the kernels of a GPU support.
+"""The doctor's self-check reports wrong results, and GPU kernels support its calls.
 
-tests/kernels runs it with the native kernels on the emulator and with Triton's interpreter.
-"""
+tests/kernels runs it with the native kernels on the emulator and with Triton's interpreter."""
 
 from copy import deepcopy
 from functools import partial
@@ -21,7 +20,7 @@ of_every_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.nam
 
 
 def plant(monkeypatch, call: self_check.Call, run, supports=None) -> None:
-    """A backend of the CPU for the call's operation, beside the reference."""
+    """Add a CPU backend for the call's operation, next to the reference."""
     monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("planted", "reference"))
     monkeypatch.setitem(dispatch._implementations, (call.operation, "planted"), Implementation(run, supports))
 
@@ -33,20 +32,20 @@ def of(call: self_check.Call) -> str:
     return outcome.error
 
 
-def test_the_reference_is_not_compared_with_itself():
+def test_the_reference_alone_has_no_outcome():
     assert self_check.outcomes(CPU) == []
 
 
 @of_every_call
-def test_one_wrong_number_of_any_tensor_is_named(call, monkeypatch):
+def test_one_wrong_number_in_any_tensor_is_reported(call, monkeypatch):
     right = dispatch.implementation(call.operation, "reference")
     tensors = len(self_check._tensors(right(*call.arguments, **call.options)))
     plant(monkeypatch, call, right)
     assert of(call) == ""
 
     def run(wrong: int, *arguments, **options):
-        result = right(*deepcopy(arguments), **options)  # which may be views of them
-        tensor = self_check._tensors(result)[wrong]  # the result's own memory
+        result = right(*deepcopy(arguments), **options)  # the result may be a view of an argument
+        tensor = self_check._tensors(result)[wrong]
         last = tuple(size - 1 for size in tensor.shape)
         tensor[last] = 1 if tensor[last] == 0 else 0
         return result
@@ -56,7 +55,7 @@ def test_one_wrong_number_of_any_tensor_is_named(call, monkeypatch):
         assert of(call).startswith("1 of ") and of(call).endswith("numbers are not the reference's")
 
 
-def test_another_shape_and_an_error_are_named(monkeypatch):
+def test_a_wrong_shape_and_an_error_are_reported(monkeypatch):
     call = CALLS[0]
     plant(monkeypatch, call, lambda *_, **__: torch.zeros(3))
     assert of(call) == "shapes [(3,)] where the reference has [(200, 256)]"
@@ -68,7 +67,7 @@ def test_another_shape_and_an_error_are_named(monkeypatch):
     assert of(call) == "RuntimeError: no kernel image"
 
 
-def test_a_backend_that_cannot_run_here_or_does_not_support_the_call_is_not_asked(monkeypatch):
+def test_an_unavailable_or_unsupporting_backend_is_not_called(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("asked")
 
@@ -87,7 +86,7 @@ def test_every_native_kernel_supports_its_call(call, monkeypatch):
         assert dispatch.supports(call.operation, "native", *call.arguments, **call.options)
 
 
-def test_every_operation_of_a_mixture_without_an_exponential_or_a_root_is_asked():
+def test_every_exact_operation_of_a_mixture_is_checked():
     table = list(dispatch.BACKENDS)
     mixture = table[table.index("route") : table.index("rms_norm")]
     inexact = {name for name in mixture if "silu" in name or "norm" in name}

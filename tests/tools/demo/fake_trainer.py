@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for verl in tests of the driver: same files, same log lines, and children as hard to end as Ray's.
+"""A fake of verl for tests of the driver: its files, its log lines, and children as hard to end as Ray's.
 
-The behaviour is one of the words ``succeed``, ``fail``, ``stop_early`` or ``hang``; the demo's overrides follow and are
-ignored but for the number of steps.
-"""
+Arguments: ``succeed``, ``fail``, ``stop_early`` or ``hang``, then the demo's overrides."""
 
 import json
 import os
@@ -19,7 +17,7 @@ DAEMON = (
     "import os, signal, sys, time\n"
     "if os.fork(): os._exit(0)\n"  # orphaned
     "os.setsid()\n"  # in a session of its own
-    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # and deaf
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "open(sys.argv[1], 'w').write(str(os.getpid()))\n"
     "time.sleep(600)\n"
 )
@@ -28,7 +26,7 @@ DAEMON = (
 def main(behaviour: str, overrides: list[str]) -> None:
     steps = next(int(o.partition("=")[2]) for o in overrides if o.startswith("trainer.total_training_steps="))
     metrics = Path(os.environ["VERL_FILE_LOGGER_PATH"])
-    # An empty environment: a marker in it would not find this one.
+    # An empty environment: no marker in it finds this process.
     subprocess.run([sys.executable, "-c", DAEMON, str(metrics.with_name("daemon.pid"))], env={}, check=True)
     session = Path(os.environ["RAY_TMPDIR"]) / "ray" / "session_2026-01-01" / "logs"
     session.mkdir(parents=True)

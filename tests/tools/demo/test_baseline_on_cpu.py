@@ -16,13 +16,12 @@ from jetrl_verl.tools.diff.run import engine_environment
 
 
 @pytest.mark.timeout(600)
-def test_the_engine_takes_one_policy_after_the_other(tmp_path):
+def test_the_engine_measures_one_policy_after_another(tmp_path):
     tokenizer = build_tokenizer()
     for seed in (1, 2):
         model = build_model(PolicyConfig(layers=1, seed=seed), tokenizer)
-        torch.nn.init.normal_(
-            model.lm_head.weight, std=0.2
-        )  # far from uniform: other weights would be a large mismatch
+        # Far from uniform: with wrong weights the mismatch is large.
+        torch.nn.init.normal_(model.lm_head.weight, std=0.2)
         save_policy(model, tokenizer, tmp_path / str(seed))
     write_parquet(make_splits(TaskConfig(warmup=1, train=1, test=8))["test"], "test", tmp_path / "test.parquet")
     policies = [(1, str(tmp_path / "1")), (5, str(tmp_path / "2")), (9, str(tmp_path / "1"))]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's cache: an entry is used only for its own settings and code, and no incomplete entry is left."""
+"""The demo's cache: an entry is used for its own settings and code only, and every entry is complete."""
 
 import shutil
 from dataclasses import replace
@@ -46,7 +46,7 @@ def test_code_changes_the_key(monkeypatch, tmp_path):
     assert RECIPE.key != before
 
 
-def test_an_entry_is_found_for_its_own_recipe_alone(filled):
+def test_an_entry_is_used_for_its_own_recipe_only(filled):
     folder, made = filled
     entry = cache.find(RECIPE, folder)
     assert entry == made and entry.facts["warmup_steps"] == 10
@@ -54,7 +54,7 @@ def test_an_entry_is_found_for_its_own_recipe_alone(filled):
     assert cache.find(replace(RECIPE, task=replace(RECIPE.task, seed=8)), folder) is None
 
 
-def test_only_complete_entries_are_left(filled, tmp_path, monkeypatch):
+def test_an_interrupted_warm_up_leaves_no_entry(filled, tmp_path, monkeypatch):
     folder, made = filled
     assert [path.name for path in folder.iterdir()] == [made.folder.name]
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policy, tokenizer and warm-up, as transformers and verl's agent loop see them."""
+"""The demo's policy, tokenizer and warm-up in transformers and in verl's agent loop."""
 
 import pytest
 import torch
@@ -75,12 +75,12 @@ def test_every_linear_layer_fits_fp8_blocks(tokenizer):
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": 192}, {"head_dim": 64}, {"intermediate_size": 0}])
-def test_dimensions_that_do_not_fit_are_refused(wrong):
+def test_dimensions_off_the_fp8_block_are_refused(wrong):
     with pytest.raises(ValueError, match="multiple of 128"):
         PolicyConfig(**wrong)
 
 
-def test_weights_follow_the_seed_and_leave_the_global_state_alone(tokenizer):
+def test_weights_depend_on_the_seed_and_keep_the_global_random_state(tokenizer):
     state = torch.get_rng_state()
     first, second = build_model(TINY, tokenizer), build_model(TINY, tokenizer)
     assert torch.equal(torch.get_rng_state(), state)

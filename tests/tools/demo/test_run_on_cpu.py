@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's driver, with a fake trainer: progress, report, failures, and that nothing it started is left."""
+"""The demo's driver with a fake trainer: progress, report, failures, and no process left."""
 
 import io
 import json
@@ -33,7 +33,7 @@ FAKE = (sys.executable, str(Path(__file__).with_name("fake_trainer.py")))
 
 @pytest.fixture
 def prepared(tmp_path, monkeypatch):
-    """A cache that always hits, since the fake trainer reads none of it, and little patience with deaf daemons."""
+    """A cache that always hits, and a short grace for daemons that ignore SIGTERM."""
     monkeypatch.setattr(launch, "ProcessTree", partial(ProcessTree, grace=1.0))
     entry = cache.Prepared(tmp_path / "entry", {"parameters": 1234})
     monkeypatch.setattr(cache, "find", lambda recipe, folder: entry)
@@ -60,7 +60,7 @@ def assert_nothing_is_left(folder: Path) -> None:
     assert mine == []
 
 
-def test_success_shows_progress_and_ends_with_a_report(prepared, tmp_path):
+def test_a_successful_run_shows_progress_and_writes_a_report(prepared, tmp_path):
     temporary_before = set(Path("/tmp").glob("jetrl-*"))
     status, screen, folder = run_fake("succeed", tmp_path)
     assert status == 0
@@ -89,7 +89,7 @@ with open(request["out"], "w") as out:
 """
 
 
-def test_fp8_rollout_is_measured_on_policies_of_the_run(prepared, tmp_path, monkeypatch):
+def test_fp8_rollout_is_measured_on_the_policies_of_the_run(prepared, tmp_path, monkeypatch):
     prepared.policy.mkdir(parents=True)
     monkeypatch.setattr(run, "BASELINE", (sys.executable, "-c", FAKE_BASELINE))
     status, screen, folder = run_fake("succeed", tmp_path, steps=11, baseline=True)
@@ -104,7 +104,7 @@ def test_fp8_rollout_is_measured_on_policies_of_the_run(prepared, tmp_path, monk
     assert not (folder / "checkpoints").exists()
 
 
-def test_a_baseline_that_fails_is_a_failure_with_its_log(prepared, tmp_path, monkeypatch):
+def test_a_failed_baseline_fails_the_demo_and_names_its_log(prepared, tmp_path, monkeypatch):
     prepared.policy.mkdir(parents=True)
     monkeypatch.setattr(run, "BASELINE", (sys.executable, "-c", "raise ValueError('no such format')"))
     status, screen, folder = run_fake("succeed", tmp_path, baseline=True)
@@ -118,7 +118,7 @@ def test_a_run_that_only_validates_is_a_success(prepared, tmp_path):
     assert not (folder / "fp8_rollout").exists()
 
 
-def test_the_last_lines_name_every_validation_set_and_an_exact_zero():
+def test_the_summary_names_every_validation_set_and_an_exact_zero():
     gsm8k, math = "val-core/openai/gsm8k/acc/mean@1", "val-core/MATH-500/acc/mean@1"
     both = Run("", [(5, {gsm8k: 0.9, math: 0.4}), (10, {gsm8k: 0.2, math: 0.41})])
     assert list(summary_lines(both, None)) == [
@@ -130,7 +130,7 @@ def test_the_last_lines_name_every_validation_set_and_an_exact_zero():
     assert list(summary_lines(exact, None)) == ["k3_kl of rollout and trainer: exactly 0 in all 2 steps"]
 
 
-def test_failure_shows_the_error_and_the_logs(prepared, tmp_path):
+def test_a_failed_run_shows_its_error_and_logs(prepared, tmp_path):
     status, screen, folder = run_fake("fail", tmp_path)
     assert status == 1
     assert "verl ended with status 3 after step 1 of 3" in screen
@@ -166,7 +166,7 @@ sys.exit(run_demo(DemoOptions("jet_fp8", 3, out, out, "cpu", baseline=False), Co
 
 
 @pytest.mark.parametrize("number,repeats", [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 5)])
-def test_an_interruption_leaves_nothing(tmp_path, number, repeats):
+def test_an_interrupted_run_leaves_no_process(tmp_path, number, repeats):
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, str(tmp_path), *FAKE, "hang"], stdout=subprocess.PIPE, text=True
     )
@@ -189,7 +189,7 @@ def test_an_interruption_leaves_nothing(tmp_path, number, repeats):
     assert_nothing_is_left(folder)
 
 
-def test_processes_of_others_are_left_alone(prepared, tmp_path):
+def test_other_processes_keep_running(prepared, tmp_path):
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         run_fake("fail", tmp_path)
@@ -204,7 +204,7 @@ def test_processes_of_others_are_left_alone(prepared, tmp_path):
     [("dense", "jet_fp8", False), ("moe", "jet_fp8", True), ("moe", "jet_fp8_exact", False), ("moe", "bf16", False)],
 )
 def test_a_mixture_under_jet_fp8_gets_shared_operations_on_a_cpu(policy, precision, shared, tmp_path, monkeypatch):
-    """`auto` is stock there, which runs no mixture. The user's overrides come last."""
+    """`auto` is stock there, which does not support a mixture. The user's overrides come last."""
     recipes, commands = [], []
     monkeypatch.setattr(cache, "find", lambda recipe, folder: recipes.append(recipe) or cache.Prepared(tmp_path, {}))
     monkeypatch.setattr(run, "watch", lambda command, *_: commands.append(command) or 1)
@@ -234,7 +234,7 @@ def test_bad_arguments_are_one_sentence(arguments, sentence):
 
 
 @pytest.mark.parametrize("command", ["demo", "compare"])
-def test_a_gpu_that_is_not_there_is_one_sentence(command, tmp_path, monkeypatch):
+def test_a_missing_gpu_is_one_sentence(command, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     folders = ["--out", str(tmp_path / "out"), "--cache", str(tmp_path / "cache")]
     result = CliRunner().invoke(app, [command, "--device", "cuda", *folders])
@@ -246,7 +246,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence(command, tmp_path, monkeypatch)
 @pytest.mark.parametrize("command", ["demo", "compare"])
 @pytest.mark.parametrize("option", ["--out", "--cache"])
 @pytest.mark.parametrize("below", ["", "below"])
-def test_a_folder_that_cannot_be_made_is_one_sentence_before_any_work(command, option, below, tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_one_sentence_before_any_work(command, option, below, tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_fill", None)
     (tmp_path / "file").touch()
     folders = {"--out": str(tmp_path / "out"), "--cache": str(tmp_path / "cache")}
@@ -257,7 +257,7 @@ def test_a_folder_that_cannot_be_made_is_one_sentence_before_any_work(command, o
     assert result.stderr.startswith("error: ") and folders[option] in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_environment_keeps_the_run_on_this_machine(tmp_path, monkeypatch):
+def test_a_run_never_joins_a_remote_ray_cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     paths = RunPaths(tmp_path)
     environment = build_environment(paths, "cpu")

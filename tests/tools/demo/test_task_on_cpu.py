@@ -15,9 +15,6 @@ SMALL = TaskConfig(digits=3, warmup=400, train=200, test=100)
 
 def test_solution_writes_every_carry():
     assert Problem(8737, 7219).solution == "7+9+0=16\n3+1+1=05\n7+2+0=09\n8+7+0=15\n#### 15956"
-
-
-def test_solution_carries_through_nines():
     assert Problem(9999, 1001).solution == "9+1+0=10\n9+0+1=10\n9+0+1=10\n9+1+1=11\n#### 11000"
 
 
@@ -51,7 +48,7 @@ def test_verl_loads_the_reward_by_path():
     assert score(data_source=task.DATA_SOURCE, solution_str="#### 5", ground_truth="5", extra_info={})["acc"] == 1.0
 
 
-def test_splits_are_disjoint_also_under_exchange():
+def test_splits_share_no_problem_in_either_order():
     splits = make_splits(SMALL)
     keys = [(min(p.a, p.b), max(p.a, p.b)) for problems in splits.values() for p in problems]
     assert len(keys) == len(set(keys)) == 700
@@ -66,11 +63,11 @@ def test_splits_follow_the_seed():
     )
 
 
-def test_more_training_data_leaves_the_held_out_split_alone():
+def test_more_training_data_does_not_change_the_held_out_split():
     assert make_splits(replace(SMALL, warmup=800, train=300))["test"] == make_splits(SMALL)["test"]
 
 
-def test_asking_for_more_problems_than_exist_is_refused():
+def test_more_problems_than_exist_are_refused():
     with pytest.raises(ValueError, match="only 45 exist"):
         TaskConfig(digits=1, warmup=40, train=4, test=4)
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine of ``jetrl diff`` in the process of the test, which is faster to start than one of its own."""
+"""An engine of ``jetrl diff`` in the test's own process, which starts faster than a subprocess."""
 
 import os
 from dataclasses import replace
@@ -14,13 +14,13 @@ from jetrl_verl.tools.diff.recording import Recording, Request
 
 
 def run_here(request: Request, responses: list[list[int]] | None = None, **arguments) -> Recording:
-    """The recording of ``request``, with other ``responses`` to repeat and further engine ``arguments``."""
+    """The recording of ``request``, optionally with other ``responses`` and more engine ``arguments``."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     request = replace(request, responses=responses or request.responses)
     request = replace(request, arguments=request.arguments | CACHE | arguments)
     try:
-        # A process of its own has the stance from its environment.
+        # A subprocess gets the stance from its environment.
         with mock.patch.dict(os.environ, run.engine_environment(cuda=False)), torch.compiler.set_stance("force_eager"):
             return rollout.run(request)
     finally:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl diff`` with ``jetrl.kv_cache=fp8``: equal if both sides have the cache, a kind of its own if one has it."""
+"""``jetrl diff`` with ``jetrl.kv_cache=fp8``: equal if both sides have it, attributed to its own kind if one has it."""
 
 import json
 
@@ -54,7 +54,7 @@ def own(report, kind) -> list[float]:
     return [row["own"]["share"] for row in report["operations"] if row["kind"] == kind]
 
 
-def test_both_sides_have_the_cache(compared):
+def test_equal_with_an_fp8_cache_on_both_sides(compared):
     status, report, output, recording = compared("jet_fp8_exact")
     assert status == 0 and report["equal"] and report["first_difference"] is None
     assert report["options"]["kv_cache"] == "fp8"
@@ -62,13 +62,13 @@ def test_both_sides_have_the_cache(compared):
     assert "precision=jet_fp8_exact jetrl.kv_cache=fp8: 16 log-probabilities equal in all 32 bits" in output
     # The recorded values are on the grid of the cache and differ from its inputs.
     for operation in CACHED:
-        seen = recording.outputs[operation].unflatten(1, (-1, 128))
-        assert torch.equal(kernels.quantize_kv(seen, seen)[1], seen)
+        rows = recording.outputs[operation].unflatten(1, (-1, 128))
+        assert torch.equal(kernels.quantize_kv(rows, rows)[1], rows)
         source = "k_rotary" if operation.name == "k_cache" else "v_proj"
         assert not torch.equal(recording.outputs[Operation(operation.layer, source)], recording.outputs[operation])
 
 
-def test_the_rollout_alone_has_the_cache(compared):
+def test_an_fp8_cache_in_the_rollout_only_is_attributed(compared):
     status, report, output, _ = compared("fp8_rollout")
     assert status == 1 and not report["equal"]
     # E4M3 changes nearly every number.

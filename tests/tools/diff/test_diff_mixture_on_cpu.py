@@ -39,7 +39,7 @@ def compared(policy, tmp_path_factory, cpu_platform):
     requests, recordings = {}, {}
 
     def engine(request, folder, name, cuda):
-        """One engine per precision; all repeat the responses of the first."""
+        """One engine per precision; all generate the responses of the first."""
         kind = "bf16" if request.jetrl is None else request.jetrl["precision"]
         if kind not in recordings:
             requests[kind] = request
@@ -62,7 +62,7 @@ def trainer(policy, compared):
     return Trainer(policy, rollout.JetConfig.from_node(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
 
 
-def test_the_functions_of_other_models_are_as_they_were(compared):
+def test_taps_are_removed_after_the_run(compared):
     assert kernels.route_and_permute.__module__ == "jetrl_verl.kernels.route_and_permute"
     assert kernels.combine.__module__ == "jetrl_verl.kernels.combine"
 
@@ -80,7 +80,7 @@ def test_exact_differs_nowhere(compared):
     assert widths["router"] == widths["choice"] == 8 * tokens and widths["experts"] == 2 * 256 * tokens
 
 
-def test_what_is_recorded_is_what_the_mixture_does(compared):
+def test_recorded_choices_and_experts_give_the_mixtures_output(compared):
     """The choice follows from the recorded logits, the combination from the recorded experts."""
     outputs = compared[2]["jet_fp8_exact"].outputs
     for layer in range(2):
@@ -96,7 +96,7 @@ def test_what_is_recorded_is_what_the_mixture_does(compared):
 
 
 @pytest.mark.parametrize("precision", ["fp8_rollout", "bf16"])
-def test_stock_engines_are_attributed_without_a_rest(compared, precision):
+def test_differences_of_stock_engines_are_attributed_completely(compared, precision):
     report = compared[0][precision]
     assert not report["equal"] and report["all_corrected"]["differing"] == 0
     names = {row["operation"] for row in report["operations"]}
@@ -157,7 +157,7 @@ def test_a_planted_bit_is_named(plant, compared, trainer):
     assert result.all_corrected.differing == 0 and result.alone == {Operation(1, operation).kind: result.mismatch}
 
 
-def test_a_token_sent_elsewhere_is_a_choice_that_differs(compared, trainer):
+def test_a_token_sent_to_another_expert_is_a_different_choice(compared, trainer):
     """The trainer's first layer sends one token to its second and third expert: only the choice differs."""
     recording, route, count = compared[2]["jet_fp8_exact"], kernels.route, iter(range(10**6))
 
@@ -177,7 +177,7 @@ def test_a_token_sent_elsewhere_is_a_choice_that_differs(compared, trainer):
     assert result.without["choice"].differing == result.all_corrected.differing == 0
 
 
-def test_a_choice_is_corrected_where_it_was_made_on_the_rollouts_inputs(trainer):
+def test_a_choice_is_corrected_only_where_it_is_the_local_one(trainer):
     from jetrl_verl.tools.diff.attribution import _Forwards
 
     operation = Operation(0, "choice")

@@ -2,9 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff`` on the CPU: nothing differs under jet_fp8_exact, and a planted difference is named.
 
-One run of the command with its own engine processes records the rollout for most tests. Other engines run in this
-process and repeat its tokens.
-"""
+Most tests share one run of the command. Other engines run in this process and generate the same tokens."""
 
 import contextlib
 import json
@@ -34,7 +32,7 @@ PADDING = 9
 TEMPERATURE = 0.7
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.timeout(900)  # the first test waits for two engines to start, one after the other
+pytestmark = pytest.mark.timeout(900)  # the first test starts two engines in turn
 
 
 @pytest.fixture(scope="module")
@@ -60,13 +58,13 @@ def exact(policy, prompts, tmp_path_factory, cpu_platform):
     requests, recordings = [], []
     engine = run.run_engine
 
-    def kept(request, *args):
+    def recorded(request, *args):
         requests.append(request)
         recordings.append(engine(request, *args))
         return recordings[-1]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "run_engine", kept)
+        patch.setattr(run, "run_engine", recorded)
         out = tmp_path_factory.mktemp("exact")
         status = run_diff(options(policy, prompts, out, "jet_fp8_exact"), Console(width=120))
     (report,) = json.loads((out / "report.json").read_text())["precisions"]
@@ -191,8 +189,8 @@ def test_a_planted_bit_is_named(plant, exact, trainer, planting):
     assert result.alone == {operation.kind: result.mismatch}
 
 
-def test_two_planted_kinds_are_told_apart(exact, trainer, planting):
-    """A large difference in one kind and a small one in another: each is left without the other."""
+def test_two_planted_kinds_are_attributed_separately(exact, trainer, planting):
+    """A large difference in one kind and a small one in another: correcting one leaves the other."""
     recording = exact[3][1]
     plant_in_operation(planting, trainer, "log_probs", 1, 0, 20, 0)
     head = trainer._model.lm_head
@@ -205,7 +203,7 @@ def test_two_planted_kinds_are_told_apart(exact, trainer, planting):
     assert result.alone["lm_head"].k3_kl > 1e-4 and result.all_corrected.differing == 0
 
 
-def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, trainer, planting):
+def test_a_nondeterministic_operation_ends_the_comparison(exact, trainer, planting):
     down, calls = trainer._model.model.layers[0].mlp.down_proj, iter(range(10**6))
 
     def drift(_, args):
@@ -219,8 +217,8 @@ def test_an_operation_that_does_not_repeat_itself_ends_the_comparison(exact, tra
 # --- other engines, in this process ----------------------------------------------------------------------------------
 
 
-def test_rows_are_assigned_in_any_batch(exact, monkeypatch):
-    """Batched, prompts in chunks, preempted: the same bits under the same keys as one sequence at a time."""
+def test_rows_of_any_batch_are_assigned_to_their_tokens(exact, monkeypatch):
+    """Batched, chunked and preempted: the same bits under the same keys as one sequence at a time."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     _, _, (_, request), (_, recorded) = exact
@@ -244,7 +242,7 @@ def test_rows_are_assigned_in_any_batch(exact, monkeypatch):
     [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))],
     ids=["llama", "qwen2"],
 )
-def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, tmp_path):
+def test_other_decoders_have_the_same_operations(family, changes, exact, tmp_path):
     """Without QK norms; Qwen2 with biases and tied embeddings."""
     request = replace(exact[2][1], model=str(save_policy(tmp_path, family, PADDING, **changes)))
     recording = run_here(request)
@@ -255,7 +253,7 @@ def test_other_decoders_are_cut_at_the_same_places(family, changes, exact, tmp_p
 
 
 def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_path, monkeypatch):
-    """An engine per rollout repeats the tokens; with all kinds corrected the mismatch is exactly zero."""
+    """One engine per rollout generates the same tokens; with all kinds corrected the mismatch is exactly zero."""
     request, recordings = exact[2][1], {}
 
     def repeated(asked, *args):
@@ -279,7 +277,7 @@ def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_
     def share(precision, kind):
         return max(row["own"]["share"] for row in reports[precision]["operations"] if row["kind"] == kind)
 
-    # The contract: the unified flow has no difference in a linear layer, the FP8 rollout has little else.
+    # The unified flow has no difference in a linear layer; the FP8 rollout has most of its difference there.
     assert share("jet_fp8", "linear") == 0 < share("jet_fp8", "norm")
     assert share("fp8_rollout", "linear") > 0.5
     kinds = {name: report["kinds"] for name, report in reports.items()}
@@ -309,13 +307,13 @@ def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_compared_is_one_sentence_and_status_2(policy, tmp_path, arguments, sentence):
+def test_an_invalid_comparison_is_one_sentence_and_status_2(policy, tmp_path, arguments, sentence):
     result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path), *arguments])
     assert result.exit_code == 2 and sentence in result.stderr and result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("out", ["file", "file/below"])
-def test_a_report_that_cannot_be_written_is_refused_before_an_engine_starts(policy, tmp_path, monkeypatch, out):
+def test_an_unwritable_report_is_refused_before_an_engine_starts(policy, tmp_path, monkeypatch, out):
     (tmp_path / "file").touch()
     monkeypatch.setattr(run, "run_engine", None)
     result = CliRunner().invoke(app, ["diff", str(policy), "--out", str(tmp_path / out)])
@@ -328,7 +326,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     assert result.exit_code == 2 and "is not a Hugging Face folder (config.json); name a model folder." in result.stderr
 
 
-def test_an_engine_that_dies_leaves_its_log(exact, tmp_path, monkeypatch):
+def test_a_dead_engine_is_an_error_with_its_log(exact, tmp_path, monkeypatch):
     monkeypatch.setattr(run.sys, "executable", "false")
     with pytest.raises(DiffError, match="the rollout engine ended with status 1; its log is .*engine.log"):
         run.run_engine(exact[2][0], tmp_path, "engine", False)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The small parts of ``jetrl diff``: distances, keys of tokens, prompts from files."""
+"""Parts of ``jetrl diff``: distances, token numbers, prompts from files."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_a_spread_counts_bits_and_keeps_the_largest_distance():
     assert Spread.of(a, b) == Spread(4, 2, 2) and Spread.of(a, b).share == 0.5
 
 
-def test_a_mismatch_is_verls_estimator():
+def test_k3_kl_is_verls_estimator():
     rollout = torch.tensor([-1.0, -2.0, -3.0])
     train = torch.tensor([-1.0, -1.5, -3.25])
     mismatch = Mismatch.of(train, rollout)
@@ -52,8 +52,8 @@ def test_a_mismatch_is_verls_estimator():
 
 
 @pytest.mark.parametrize("s", [1.5, 1.0])
-def test_a_policy_that_carries_a_factor_is_scaled_as_by_the_trainer(s, tmp_path):
-    """``s`` in the weights, whatever an earlier stage of training left in them."""
+def test_a_policy_with_a_scaling_factor_is_scaled_as_by_the_trainer(s, tmp_path):
+    """The weights carry ``s``, whether or not an earlier stage of training scaled them."""
     model = tiny_model("qwen3").bfloat16().float()
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     if s != 1:
@@ -66,7 +66,7 @@ def test_a_policy_that_carries_a_factor_is_scaled_as_by_the_trainer(s, tmp_path)
         assert torch.equal(tensor.bfloat16(), expected[name].bfloat16()), name
 
 
-def test_operations_come_in_the_order_of_computation():
+def test_operations_are_listed_in_the_order_of_computation():
     with_norms, without = (operations(family({"model_type": name}), 3) for name in ("qwen3", "llama"))
     assert with_norms[:3] == [Operation(None, "embedding"), Operation(0, "input_norm"), Operation(0, "q_proj")]
     assert with_norms[-1] == Operation(None, "sampler") and len(set(with_norms)) == len(with_norms) == 3 * 17 - 1 + 5
@@ -75,11 +75,11 @@ def test_operations_come_in_the_order_of_computation():
     assert str(Operation(2, "o_proj")) == "layer 2 o_proj" and str(Operation(None, "lm_head")) == "lm_head"
 
 
-def test_tokens_are_numbered_through_what_the_model_is_fed(tmp_path):
+def test_tokens_are_numbered_by_the_models_inputs(tmp_path):
     recording = Recording([[1, 2, 3], [4]], [[5, 6], [7, 8, 9]], torch.arange(5.0))
     assert recording.sequences == [[1, 2, 3, 5], [4, 7, 8]]
     assert recording.drawn.tolist() == [5, 6, 7, 8, 9]
-    # The token fed at each of these is the one before the drawn one.
+    # Rows whose logits draw a response token.
     assert recording.drawing.tolist() == [2, 3, 4, 5, 6]
     assert [recording.place(token) for token in (0, 3, 4, 6)] == [(0, 0), (0, 3), (1, 0), (1, 2)]
     recording.outputs = {Operation(1, "o_proj"): torch.ones(7, 2), Operation(None, "embedding"): torch.ones(7, 2)}
@@ -131,14 +131,14 @@ def test_prompts_of_every_form(folder):
         ("a.jsonl", '{"prompt": [{"role": "user"}]}', "template does not accept [{'role': 'user'}] ('dict object' "),
     ],
 )
-def test_prompts_that_cannot_be_read_are_refused(folder, name, text, sentence):
+def test_unreadable_prompts_are_refused(folder, name, text, sentence):
     (folder / name).write_text(text)
     with pytest.raises(DiffError) as refusal:
         read_prompts(folder, folder / name, 4)
     assert sentence in str(refusal.value)
 
 
-def test_chat_messages_need_a_template_and_text_does_not(folder):
+def test_only_chat_messages_need_a_template(folder):
     import pyarrow
     import pyarrow.parquet
 
@@ -164,14 +164,14 @@ def test_chat_messages_need_a_template_and_text_does_not(folder):
         ("tokenizer.json", "{}"),
     ],
 )
-def test_a_folder_that_transformers_does_not_read_is_refused(folder, file, text):
+def test_an_unreadable_model_folder_is_refused(folder, file, text):
     (folder / file).write_text(text)
     with pytest.raises(DiffError, match="cannot read config and tokenizer in .*; name a complete") as refusal:
         read_prompts(folder, None, 4)
     assert "\n" not in str(refusal.value)
 
 
-def test_words_need_a_tokenizer_and_ids_do_not(tmp_path):
+def test_only_text_needs_a_tokenizer(tmp_path):
     Qwen3Config(vocab_size=64).save_pretrained(tmp_path)
     with pytest.raises(DiffError, match="the model folder has no tokenizer; give --prompts a .jsonl"):
         read_prompts(tmp_path, None, 4)

@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder on a decoder of plain torch whose modules behave as vLLM's on a GPU.
+"""The recorder on a decoder of plain torch that behaves as vLLM's on a GPU: in-place norms and rotary, padded batches.
 
-Norms and rotary write into their inputs, batches are padded, and the second model runner orders requests itself and
-shows its batch in ``prepare_inputs`` only. Formulas per token give the expected outputs.
-"""
+The second model runner orders requests itself and shows its batch in ``prepare_inputs`` only."""
 
 import gc
 import weakref
@@ -241,7 +239,7 @@ def test_every_operation_is_recorded_under_its_token(second, change):
     assert set(runner.drawn.items()) == {((n, p), SEQUENCES[n][p]) for n, p in runner.drawn}
 
 
-def test_something_between_two_operations_is_noticed():
+def test_an_unknown_operation_between_two_others_is_an_error():
     def scale(runner):
         runner.model.model.layers[1].between = lambda x: x * 1.5
 
@@ -249,7 +247,7 @@ def test_something_between_two_operations_is_noticed():
         recorded(True, change=scale)
 
 
-def test_rows_that_are_not_where_the_scheduler_says_are_noticed():
+def test_rows_off_the_schedulers_layout_are_an_error():
     def swap(runner):
         runner.sequences = SEQUENCES | {"x-5": [8, 9, 7, 1, 3]}
 
@@ -257,13 +255,13 @@ def test_rows_that_are_not_where_the_scheduler_says_are_noticed():
         recorded(True, change=swap)
 
 
-def test_a_token_that_never_ran_is_noticed():
+def test_a_token_that_never_ran_is_an_error():
     _, recorder, recording = recorded(True, steps=STEPS[:-1])
     with pytest.raises(DiffError, match="embedding of the rollout ran for 11 of 12 tokens"):
         recorder.outputs(recording.drawing, operations(QWEN3, LAYERS)[:-1])
 
 
-def test_a_closed_recorder_lets_go_of_what_other_engines_keep_using():
+def test_a_closed_recorder_leaves_no_hook_and_no_reference():
     """vLLM keeps rotary modules for later engines of the process; a hook on one would keep the runner's memory."""
     runner, recorder, _ = recorded(True)
     rotary = runner.model.model.layers[0].self_attn.rotary_emb

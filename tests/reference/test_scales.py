@@ -50,8 +50,3 @@ def test_the_integer_maximum_keeps_a_nan_at_any_position():
         group = torch.full((128,), 3.0)
         group[position] = -torch.nan
         assert amax_bits(group).item() > 0x7F800000
-
-
-def test_unknown_rule_is_refused_by_name():
-    with pytest.raises(ValueError, match="unknown scale rule 'ue8m0'"):
-        scale_from_amax_bits(torch.zeros(1, dtype=torch.int32), "ue8m0")

@@ -1,15 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What holds for every test: the environment, which files need a GPU, in which order, and for how long.
-
-- Files named ``*_on_gpu.py`` need a GPU. Without one they are not even collected, so importing what only a GPU machine
-  has is fine there. ``--gpu=never`` (``make test``) leaves them out on any machine; ``--gpu=only`` (``make test-gpu``)
-  runs exactly them and is an error without a GPU, so that a GPU run never passes by running nothing.
-  ``--part=2/6`` runs each sixth test from the second on, so that six processes share them.
-- Tests marked ``slow`` (whole sweeps, minutes each; a test that is not slow samples what they cover) and end-to-end
-  tests (``tests/e2e``, files named ``*end_to_end*``) are left out, unless ``--tests`` asks for them.
-- A test that hangs (two processes and a collective are enough) fails by itself; ``@pytest.mark.timeout`` overrides.
-"""
+"""Environment, options and time limits of all tests. Files ``*_on_gpu.py`` are collected on a GPU alone; tests
+marked ``slow`` and end-to-end tests run if ``--tests`` asks for them."""
 
 import os
 import sys
@@ -80,7 +72,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: minutes long, run by `make test-all`")
-    config.addinivalue_line("markers", "timeout(seconds): after how long the test counts as hung (pytest-timeout)")
+    config.addinivalue_line("markers", "timeout(seconds): limit after which a test counts as hung (pytest-timeout)")
     if config.getoption("gpu") == "only" and not _cuda_is_available():
         raise pytest.UsageError(
             "the GPU tests need an NVIDIA GPU and torch finds none; run `make test` on this machine"
@@ -98,16 +90,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen = CHOICES[config.getoption("tests")]
-    kept: dict[bool, list[pytest.Item]] = {True: [], False: []}
+    selected: dict[bool, list[pytest.Item]] = {True: [], False: []}
     for item in items:
-        kept[(item.get_closest_marker("slow") is not None, _is_end_to_end(item.path)) in chosen].append(item)
-    config.hook.pytest_deselected(items=kept[False])
-    items[:] = sorted(kept[True], key=lambda item: _is_end_to_end(item.path))  # stable: the rest keeps its order
+        selected[(item.get_closest_marker("slow") is not None, _is_end_to_end(item.path)) in chosen].append(item)
+    config.hook.pytest_deselected(items=selected[False])
+    items[:] = sorted(selected[True], key=lambda item: _is_end_to_end(item.path))  # stable
     part, parts = map(int, config.getoption("part").split("/"))
     if parts > 1:
-        mine = items[part - 1 :: parts]
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part - 1])
-        items[:] = mine
+        items[:] = items[part - 1 :: parts]
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SECONDS_E2E if _is_end_to_end(item.path) else _SECONDS))
@@ -115,7 +106,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def no_process_group_is_left() -> Iterator[None]:
-    """A vLLM engine in this process leaves the process group that it made, and the next module could not make one."""
+    """A vLLM engine leaves its process group in this process, where the next module could not create one."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_initialized():
@@ -129,8 +120,8 @@ def no_process_group_is_left() -> Iterator[None]:
 
 
 class _NoExtension:
-    """Stands where an extension stood. A class keeps the slot for ``__new__`` that it once had from a base (verl's
-    extension has one); when that base goes, the slot finds ``object.__new__``, which takes no arguments."""
+    """Placeholder for a removed base. A class keeps the ``__new__`` slot of a former base (verl's extension has one);
+    without a placeholder the slot calls ``object.__new__``, which takes no arguments."""
 
     def __new__(cls, **_):
         return super().__new__(cls)
@@ -138,8 +129,8 @@ class _NoExtension:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_worker_keeps_an_extension() -> Iterator[None]:
-    """vLLM appends an engine's worker extension to the bases of its worker class, for as long as the process lives; an
-    engine of the next module may have another extension, or a subclass of that worker."""
+    """vLLM appends a worker extension to the bases of its worker class for the life of the process; the next module's
+    engine may have another extension or a subclass of that worker."""
     yield
     module = sys.modules.get("vllm.v1.worker.cpu_worker") or sys.modules.get("vllm.v1.worker.gpu_worker")
     if module is not None:
@@ -151,7 +142,7 @@ def no_worker_keeps_an_extension() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cpu_platform() -> Iterator[None]:
-    """verl on its opt-in CPU platform for one module, whatever platform this process resolved before or will after."""
+    """verl on its opt-in CPU platform for one module, whatever platform this process resolved before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_PLATFORM", "cpu")
         for name in ("VERL_ENGINE_DEVICE", "VERL_ENGINE_VENDOR"):
@@ -170,20 +161,20 @@ def cpu_platform() -> Iterator[None]:
 
 @pytest.fixture
 def own_trainer(cpu_platform, monkeypatch):
-    """verl's trainer module; hooks that a test registers are taken out again."""
+    """verl's trainer module; hooks that a test registers are removed afterwards."""
     from verl.trainer.ppo.v1 import trainer_base
 
     from jetrl_verl.patches import batch_hooks
 
-    every = (
+    registries = (
         batch_hooks.AFTER_OLD_LOG_PROBS,
         batch_hooks.AFTER_ADVANTAGES,
         batch_hooks.ADVANTAGE_METRICS,
         batch_hooks.DEBUG_METRICS,
     )
-    for hooks in every:
+    for hooks in registries:
         for name in list(hooks):
             monkeypatch.delitem(hooks, name)
     yield trainer_base
-    for hooks in every:
+    for hooks in registries:
         hooks.clear()

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations of models that rows of the table of support are about."""
+"""Model configurations that trigger rows of the table of support."""
 
 MODEL_CONFIG = {
     "model_type": "qwen3",
@@ -12,7 +12,7 @@ MODEL_CONFIG = {
     "head_dim": 128,
     "vocab_size": 128,
 }
-"""One that no row is about."""
+"""No row applies to it."""
 
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -42,4 +42,4 @@ MODELS = {
     "attention_dropout": {"attention_dropout": 0.1},
     "residual_dropout": {"model_type": "seed_oss", "attention_dropout": 0.0, "residual_dropout": 0.1},
 }
-"""Name of a row -> what it finds, beside ``MODEL_CONFIG``."""
+"""Name of a row -> fields that trigger it, added to ``MODEL_CONFIG``."""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One tiny decoder for every test that needs a model: each shape fits 128, every bias is random."""
+"""Tiny decoders for tests: every shape is a multiple of 128, every bias is random."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ FAMILIES = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 OWN_FIELDS = {
-    # Off where a family's default is on: a rollout has none.
+    # A rollout has no dropout; this family's default has.
     "seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0),
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
 }
@@ -56,7 +56,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """FP32 model of :func:`tiny_config`. Biases start at zero in transformers, which would hide a swapped one."""
+    """FP32 model of :func:`tiny_config`. Biases are random: all are zero in transformers, which would hide a swap."""
     torch.manual_seed(seed)
     model = FAMILIES[family][1](tiny_config(family, **changes))
     with torch.no_grad():
@@ -67,7 +67,7 @@ def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def with_preferences(model):
-    """``model`` itself, its norms not all one and its projections large enough for a policy that prefers something."""
+    """``model`` itself with random norms and larger projections, so that its policy is far from uniform."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -78,7 +78,7 @@ def with_preferences(model):
 
 
 def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> Path:
-    """A two-layer BF16 decoder whose norms are not one and whose policy prefers something, and the demo's tokenizer.
+    """Save a two-layer BF16 decoder of :func:`with_preferences` and the demo's tokenizer.
 
     Args:
         padding: entries of the vocabulary without a token. changes: of :func:`tiny_model`.

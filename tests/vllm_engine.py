@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine in the test's own process, with our method: its environment, its start, its worker, one question.
-
-The engine's core and its only worker run in this process, so that a test can look at live parameters.
-"""
+"""A real vLLM engine in the test's own process: environment, start, weight sync and prompt log-probabilities. Its core
+and its only worker run in this process, so that a test can look at live parameters."""
 
 import os
 import threading
@@ -31,16 +29,16 @@ CROWDED = dict(
     num_gpu_blocks_override=24,
     logprobs_mode="processed_logprobs",
 )
-"""Arguments of an engine that cuts prompts into chunks, reuses prefixes and, with a dozen requests, preempts."""
+"""Arguments of an engine with chunked prefill, prefix caching and, with a dozen requests, preemption."""
 
 CACHE = dict(num_gpu_blocks_override=256)
-"""Argument of an engine that has no pages to run out of: thousands of tokens. By its environment vLLM takes 1 GiB or
-more, all of it written to before the first token."""
+"""A KV cache of thousands of tokens, which no test fills. vLLM's default is 1 GiB or more, all of it written before the
+first token."""
 
 
 @contextmanager
 def cpu_settings() -> Iterator[None]:
-    """Environment of an engine on the CPU, to be entered before vLLM is imported."""
+    """Environment of an engine on the CPU; enter it before vLLM is imported."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
             "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -58,21 +56,21 @@ def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tupl
     """(vLLM, its worker) on the model in ``folder``, small and eager.
 
     Args:
-        options: of the run, from which our arguments follow; stock vLLM if None.
-        changes: further arguments of ``LLM``, or others than those here.
+        options: of the run, which set the plugin's arguments; stock vLLM if None.
+        changes: arguments of ``LLM`` that are added or replaced.
     """
     from vllm import LLM
 
-    ours = vllm_arguments(options, None) if options is not None else {}
-    small = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
-    llm = LLM(str(folder), **(small | CACHE | ours | changes))
+    arguments = vllm_arguments(options, None) if options is not None else {}
+    defaults = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
+    llm = LLM(str(folder), **(defaults | CACHE | arguments | changes))
     if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:
-        return llm, None  # its workers are in processes of their own
+        return llm, None  # its workers run in other processes
     return llm, llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
 
 
 def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
-    """Log-probabilities ``[len(prompt) - 1]`` of the prompt's tokens from the second on, nothing of it cached."""
+    """Log-probabilities ``[len(prompt) - 1]`` of the prompt's tokens from the second on, without cached prefixes."""
     from vllm import SamplingParams
 
     llm.reset_prefix_cache()
@@ -85,7 +83,7 @@ def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
 def sync(worker, items) -> None:
     """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises.
 
-    ``items`` are packed on their way, as in train/weight_stream.py.
+    ``items`` are packed as in train/weight_stream.py.
     """
     import asyncio
 
@@ -110,8 +108,8 @@ def sync(worker, items) -> None:
         worker.update_weights_from_ipc(use_shm=True)
     finally:
         thread.join(timeout=60)
-        # ZMQ unlinks a closed socket's file in the background; the next sync binds the same name and must come after.
-        # Between two syncs of a run lie seconds.
+        # ZMQ unlinks a closed socket's file in the background, and the next sync binds the same name. In a run, seconds
+        # pass between two syncs.
         time.sleep(0.5)
     assert not thread.is_alive(), "the sender hangs"
     if failures:

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract check tells which of the shared operations differ between the two sides, by one bit in one result,
-whether a rollout writes and reads its KV cache as the trainer does, and whether both choose a token's experts alike."""
+"""The contract check names each shared operation that differs by one bit between trainer and rollout, faults in writes
+and reads of the KV cache, and another routing of experts."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ OPERATIONS = (
 
 
 DECODES = {"bf16": "attention over a BF16 KV cache", "fp8": "attention over an FP8 KV cache"}
-"""Cache -> what decode steps over it are called."""
+"""Cache -> name of the decode steps over it."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def sums() -> dict[str, int]:
 
 
 def verify(trainer: dict[str, int], rollout: dict[str, int], routings=(None, None)) -> dict:
-    """The check on a model of one norm, between sides that state these sums and these choices of experts."""
+    """The check on a model of one norm, between sides that state these sums and these routings."""
     live = {"norm": LiveTensor(NORM, None, slice(0, 8), slice(0, 1), (8, 1))}
     receiver = ContractReceiver()
     stated = dict(scale_rule="fp32", probe=1, operations=trainer, routing=routings[0])
@@ -53,7 +53,7 @@ def verify(trainer: dict[str, int], rollout: dict[str, int], routings=(None, Non
     return receiver.verify(live, scale_rule="fp32", probe=1, operations=rollout, routing=routings[1])
 
 
-def test_every_operation_is_stated(sums):
+def test_every_shared_operation_is_stated(sums):
     assert tuple(sums) == (*OPERATIONS, DECODES["bf16"])
     assert stated_operations(CPU, "shared") == sums and stated_operations(CPU, "stock") == {}
     assert sums[DECODES["bf16"]] == sums["attention"]
@@ -62,33 +62,33 @@ def test_every_operation_is_stated(sums):
     assert verify({}, {})["plain"] == 1
 
 
-def with_a_flipped_bit(found):
-    if isinstance(found, QuantizedTensor):
-        return QuantizedTensor(found.qdata, with_a_flipped_bit(found.scales), found.source, found.colwise)
-    if isinstance(found, tuple):
-        *others, last = found
-        if isinstance(found[0], QuantizedTensor):  # beside it the residual sum, or colwise data nobody asked for
-            return with_a_flipped_bit(found[0]), *found[1:]
+def with_a_flipped_bit(output):
+    if isinstance(output, QuantizedTensor):
+        return QuantizedTensor(output.qdata, with_a_flipped_bit(output.scales), output.source, output.colwise)
+    if isinstance(output, tuple):
+        *others, last = output
+        if isinstance(output[0], QuantizedTensor):  # followed by the residual sum or colwise data
+            return with_a_flipped_bit(output[0]), *output[1:]
         return *others, with_a_flipped_bit(last)
-    found = found.clone()
-    found.view(-1).view(torch.uint8)[-1] ^= 1
-    return found
+    output = output.clone()
+    output.view(-1).view(torch.uint8)[-1] ^= 1
+    return output
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_bit_in_one_operation_is_named_and_no_other(monkeypatch, sums, operation):
+def test_a_flipped_bit_names_its_operation_alone(monkeypatch, sums, operation):
     stock = getattr(kernels, operation)
 
     monkeypatch.setattr(kernels, operation, lambda *inputs, **options: with_a_flipped_bit(stock(*inputs, **options)))
     other = stated_operations(CPU, "shared")
-    # Over a BF16 cache the trainer's is the same attention.
+    # A BF16 cache is stated by the trainer's attention.
     names = f"attention, {DECODES['bf16']}" if operation == "attention" else operation
     for trainer, rollout in ((sums, other), (other, sums)):
         with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
             verify(trainer, rollout)
 
 
-def test_a_side_that_does_not_share_is_told_by_every_operation(sums):
+def test_a_side_with_stock_operations_differs_in_every_operation(sums):
     for trainer, rollout in ((sums, {}), ({}, sums)):
         with pytest.raises(ContractViolation, match=", ".join(sorted(sums))):
             verify(trainer, rollout)
@@ -98,36 +98,35 @@ def test_a_side_that_does_not_share_is_told_by_every_operation(sums):
 
 
 @pytest.mark.parametrize("cache", formats.CACHES)
-def test_a_rollout_states_what_its_cache_gives_as_the_trainer_does(sums, cache):
+def test_trainer_and_rollout_state_the_same_sums_for_a_cache(sums, cache):
     trainer, rollout = (stated_operations(CPU, "shared", cache, rollout=side) for side in (False, True))
     assert trainer == rollout and tuple(trainer) == (*OPERATIONS, DECODES[cache])
     assert verify(trainer, rollout)["plain"] == 1
     assert stated_operations(CPU, "stock", cache, rollout=True) == {}
-    # Rounding keys and values is seen, and nothing else is another number.
+    # Rounding keys and values changes these sums alone.
     differ = {name for name in OPERATIONS if trainer[name] != sums[name]}
     assert differ == (set() if cache == "bf16" else {"norm_rotary"})
     assert cache == "bf16" or trainer[DECODES[cache]] != sums["attention"]
 
 
-def test_another_cache_on_one_side_is_told(sums):
-    found = stated_operations(CPU, "shared", "fp8", rollout=True)
+def test_another_cache_on_one_side_is_named(sums):
     with pytest.raises(ContractViolation, match=", ".join((*DECODES.values(), "norm_rotary of the shared"))):
-        verify(sums, found)
+        verify(sums, stated_operations(CPU, "shared", "fp8", rollout=True))
 
 
-def exchanged(x: torch.Tensor) -> torch.Tensor:
-    """Two tokens have each other's."""
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """Rows of the first two tokens swapped."""
     return x[[1, 0, *range(2, len(x))]]
 
 
 def faulty_write(fault: str, run):
-    """A launch of queries, keys, values, parameters, pages and slots."""
+    """``run`` with a fault; it is called with queries, keys, values, parameters, pages and slots."""
 
     def write(q, k, v, *others):
         pages, slots = others[5:-1], others[-1]
         others = (*others[:5], *pages)
-        if fault == "values of two tokens are exchanged":
-            return run(q, k, exchanged(v), *others, slots)
+        if fault == "values of two tokens are swapped":
+            return run(q, k, swapped(v), *others, slots)
         if fault == "keys are not normed":
             written = run(q, k, v, *others, slots)
             run(q, k, v, others[0], 2 * others[1], *others[2:], slots)
@@ -135,12 +134,12 @@ def faulty_write(fault: str, run):
         if fault == "a token is not stored":
             return run(q, k, v, *others, slots.clone().index_fill_(0, torch.tensor([7]), -1))
         if fault == "a token is in its neighbour's slot":
-            return run(q, k, v, *others, exchanged(slots))
+            return run(q, k, v, *others, swapped(slots))
         written = run(q, k, v, *others, slots)
         if fault == "queries are off by a bit":
             return with_a_flipped_bit(written)
         assert fault == "a scale is off by a power of two"
-        # Of token 0's first head; what is no scale of keys is one of values.
+        # The scale of token 0's first head.
         page, unit_row = slots[0] // 16, slots[0] % 16
         pages[0][page, 0, 0, 16 * 128 + unit_row] += 1
         return written
@@ -149,7 +148,7 @@ def faulty_write(fault: str, run):
 
 
 FAULTS_OF_WRITE = (
-    "values of two tokens are exchanged",
+    "values of two tokens are swapped",
     "keys are not normed",
     "a token is not stored",
     "a token is in its neighbour's slot",
@@ -162,7 +161,7 @@ FAULTS_OF_WRITE = (
     [(cache, fault) for cache in formats.CACHES for fault in FAULTS_OF_WRITE]
     + [("fp8", "a scale is off by a power of two")],
 )
-def test_a_fault_in_the_write_behind_the_norm_is_named(monkeypatch, cache, fault):
+def test_a_fault_in_the_cache_write_after_the_norm_is_named(monkeypatch, cache, fault):
     trainer = stated_operations(CPU, "shared", cache)
     name = {"bf16": "norm_rotary_write", "fp8": "norm_rotary_write_fp8"}[cache]
     monkeypatch.setattr(kernels, name, faulty_write(fault, getattr(kernels, name)))
@@ -172,13 +171,12 @@ def test_a_fault_in_the_write_behind_the_norm_is_named(monkeypatch, cache, fault
 
 @pytest.mark.parametrize("cache", formats.CACHES)
 @pytest.mark.parametrize("which", ["keys", "values"])
-def test_a_fault_in_the_write_of_another_family_is_named(monkeypatch, cache, which):
-    """Which has no norm in front of it."""
+def test_a_fault_in_the_cache_write_without_a_norm_is_named(monkeypatch, cache, which):
     trainer, name = stated_operations(CPU, "shared", cache), {"bf16": "write_pages", "fp8": "write_kv"}[cache]
     stock = getattr(kernels, name)
 
     def write(k, v, *others):
-        stock(*((exchanged(k), v) if which == "keys" else (k, exchanged(v))), *others)
+        stock(*((swapped(k), v) if which == "keys" else (k, swapped(v))), *others)
 
     monkeypatch.setattr(kernels, name, write)
     with pytest.raises(ContractViolation, match=f"contract check: {DECODES[cache]} of the shared operations differ"):
@@ -186,7 +184,7 @@ def test_a_fault_in_the_write_of_another_family_is_named(monkeypatch, cache, whi
 
 
 def faulty_decode(fault: str, run):
-    """A decode step of queries, pages, lengths, a table and a scale."""
+    """``run`` with a fault; it is called with queries, pages, lengths, a table and a scale."""
 
     def decode(q, *others):
         *pages, lengths, table, scale = others
@@ -194,16 +192,16 @@ def faulty_decode(fault: str, run):
             return run(q, *pages, lengths, table, 1.01 * scale)
         if fault == "the last token is ignored":
             return run(q, *pages, (lengths - 1).clamp(min=1), table, scale)
-        if fault == "a token behind the last is not":
+        if fault == "a token after the last is read":
             return run(q, *pages, lengths + 1, table, scale)
-        if fault == "a page is another":
+        if fault == "pages are rotated":
             return run(q, *pages, lengths, table.roll(1, dims=1), scale)
-        if fault == "results of two requests are exchanged":
-            found = run(q, *pages, lengths, table, scale)
-            return exchanged(found) if len(q) > 1 else found
+        if fault == "results of two requests are swapped":
+            outputs = run(q, *pages, lengths, table, scale)
+            return swapped(outputs) if len(q) > 1 else outputs
         few = {"one request alone is wrong": len(q) == 1, "many requests are wrong": len(q) > 64}[fault]
-        found = run(q, *pages, lengths, table, scale)
-        return with_a_flipped_bit(found) if few else found
+        outputs = run(q, *pages, lengths, table, scale)
+        return with_a_flipped_bit(outputs) if few else outputs
 
     return decode
 
@@ -214,9 +212,9 @@ def faulty_decode(fault: str, run):
     [
         "the scale is off",
         "the last token is ignored",
-        "a token behind the last is not",
-        "a page is another",
-        "results of two requests are exchanged",
+        "a token after the last is read",
+        "pages are rotated",
+        "results of two requests are swapped",
         "one request alone is wrong",
         "many requests are wrong",
     ],
@@ -229,18 +227,18 @@ def test_a_fault_in_decode_is_named(monkeypatch, cache, fault):
         verify(trainer, stated_operations(CPU, "shared", cache, rollout=True))
 
 
-def test_decode_steps_have_every_token_once_and_by_every_number_of_thread_blocks():
+def test_decode_steps_cover_every_token_once_and_every_cluster_size():
     steps = _places(CPU).steps
     assert torch.equal(torch.cat([step.tokens for step in steps]).sort().values, torch.arange(155))
-    for multiprocessors in (114, 132):  # of an H100 on PCIe, and of the others
+    for multiprocessors in (114, 132):  # H100 PCIe, other H100s
         assert [choose_cluster(2 * len(step.tokens), multiprocessors) for step in steps] == [8, 4, 2, 1]
-    # In each step there are requests of more than one block of keys.
+    # Each step has requests of more than one block of keys.
     assert all((step.lengths > 128).any() for step in steps)
     assert all(step.table.is_contiguous() and step.table.dtype == step.lengths.dtype == torch.int32 for step in steps)
 
 
-def test_pages_are_those_that_the_native_kernel_computes(monkeypatch):
-    """Where there is one; elsewhere FlashAttention 3 decodes, in front of which what nobody has written is a number."""
+def test_the_native_kernel_computes_the_probes_pages_where_it_is_built(monkeypatch):
+    """Elsewhere FlashAttention 3 decodes, which needs finite numbers in slots that are not written."""
     monkeypatch.setattr(native, "unavailable", lambda: None)
     calls, stock = [], kernels.decode_attention_bf16
 
@@ -267,7 +265,7 @@ def mixture_sums() -> dict[str, int]:
     return {name: stated[name] for name in OF_MIXTURES}
 
 
-def test_a_mixtures_operations_are_stated_beside_the_others(sums):
+def test_operations_of_a_mixture_are_added_to_the_others(sums):
     stated = stated_operations(CPU, "shared", mixture=True)
     assert {name: stated[name] for name in sums} == sums and tuple(stated) == (*sums, *OF_MIXTURES)
     assert stated_operations(CPU, "stock", mixture=True) == {}
@@ -275,29 +273,29 @@ def test_a_mixtures_operations_are_stated_beside_the_others(sums):
 
 
 @pytest.mark.parametrize("operation", OF_MIXTURES)
-def test_a_bit_in_one_operation_of_a_mixture_is_named(monkeypatch, operation):
-    ours = mixture_sums()
+def test_a_flipped_bit_in_an_operation_of_a_mixture_is_named(monkeypatch, operation):
+    sums = mixture_sums()
     owner = formats.get("fp8") if operation == "experts" else kernels
     stock = getattr(owner, operation)
 
     def flipped(*inputs, **options):
-        found = stock(*inputs, **options)
-        return (with_a_flipped_bit(found[0]), *found[1:]) if operation == "experts" else with_a_flipped_bit(found)
+        output = stock(*inputs, **options)
+        return (with_a_flipped_bit(output[0]), *output[1:]) if operation == "experts" else with_a_flipped_bit(output)
 
     monkeypatch.setattr(owner, operation, flipped)
     other = mixture_sums()
-    # The experts begin with the choice and end with the combination.
+    # ``experts`` calls ``route`` and ``combine``.
     names = {"combine": "combine, experts", "route": "experts, route"}.get(operation, operation)
     with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
-        verify(ours, other)
+        verify(sums, other)
 
 
-def test_what_a_mixture_is_asked_with_tells_orders_apart(monkeypatch):
-    """Equal logits go to the lowest number, an expert has no token, counts are ragged, the sum depends on its order."""
+def test_inputs_of_the_mixture_probe_distinguish_orders(monkeypatch):
+    """Ties go to the lowest index, one expert has no token, counts are ragged, the sum depends on its order."""
     inputs = _mixture_inputs(CPU)
     counts = kernels.route(inputs.logits, 3, True)[0].flatten().long().bincount(minlength=6)
     assert counts[2] == 0 and len(set(counts.tolist())) > 3 and (counts[[0, 1, 3, 4, 5]] % 128 != 0).all()
-    ours = mixture_sums()
+    sums = mixture_sums()
 
     def highest_number_first(logits, k, renormalize):
         experts, weights = route(logits.flip(1), k, renormalize)
@@ -305,16 +303,16 @@ def test_what_a_mixture_is_asked_with_tells_orders_apart(monkeypatch):
 
     route, combine = kernels.route, kernels.combine
     monkeypatch.setattr(kernels, "route", highest_number_first)
-    assert mixture_sums()["route"] != ours["route"]
+    assert mixture_sums()["route"] != sums["route"]
     monkeypatch.setattr(kernels, "route", route)
     monkeypatch.setattr(kernels, "combine", lambda y, row: combine(y, row[:, [0, 2, 1]].contiguous()))
-    assert mixture_sums()["combine"] != ours["combine"]
+    assert mixture_sums()["combine"] != sums["combine"]
 
 
 @pytest.mark.parametrize(
     "change", [dict(experts=16), dict(per_token=4), dict(scoring="sigmoid"), dict(renormalize=False)]
 )
-def test_another_choice_of_experts_is_found(change):
+def test_another_routing_is_reported(change):
     other = replace(ROUTING, **change)
     for routings in ((ROUTING, other), (other, ROUTING)):
         with pytest.raises(ContractViolation) as raised:
@@ -322,6 +320,6 @@ def test_another_choice_of_experts_is_found(change):
         assert f"the trainer has {routings[0]}, the rollout {routings[1]}. " in str(raised.value)
 
 
-def test_a_mixture_beside_a_dense_model_is_found():
+def test_a_mixture_against_a_dense_model_is_reported():
     with pytest.raises(ContractViolation, match="the trainer has no mixture of experts, the rollout 2 of 8 experts"):
         verify({}, {}, (None, ROUTING))

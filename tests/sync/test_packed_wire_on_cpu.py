@@ -1,12 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Small tensors travel together and arrive as they were sent; sums taken together are those of each by itself."""
+"""Small tensors are packed for the wire and arrive unchanged; sums over several weights equal those of each alone."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from streams import apart
+from streams import unstacked
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.format import SCALE_SUFFIX
@@ -36,19 +36,19 @@ def arrived(pieces) -> dict[str, torch.Tensor]:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
 
 
 def test_small_tensors_of_every_type_arrive_in_one_piece():
     pieces = list(packed(ODD.items()))
     ((name, whole),) = pieces
     assert is_packed(name) and whole.dtype == torch.uint8 and whole.numel() % 16 == 0
-    found = arrived(pieces)
-    assert found.keys() == ODD.keys()
-    assert all(same(found[name], tensor) for name, tensor in ODD.items())
+    tensors = arrived(pieces)
+    assert tensors.keys() == ODD.keys()
+    assert all(same(tensors[name], tensor) for name, tensor in ODD.items())
 
 
-def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
+def test_large_tensors_keep_their_order_and_packs_are_bounded(monkeypatch):
     monkeypatch.setattr(wire, "_SMALL", 64)
     monkeypatch.setattr(wire, "_PACK_BYTES", 256)
     sent = [(f"t{i}", torch.full((100 if i % 5 == 0 else i % 7 + 1,), float(i))) for i in range(120)]
@@ -59,8 +59,8 @@ def test_large_tensors_pass_in_their_order_and_packs_are_bounded(monkeypatch):
     assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
 
 
-def test_what_follows_a_large_tensor_of_any_length_begins_on_a_word():
-    """As behind a manifest of many names, where bytes of a bucket follow each other."""
+def test_pieces_after_a_large_tensor_of_odd_length_are_aligned():
+    """As after a manifest of many names: pieces lie next to each other in a bucket."""
     odd = torch.arange(wire._SMALL + 3).to(torch.uint8)
     pieces = list(packed([("odd", odd), ("sums", torch.arange(5))]))
     assert [piece.nbytes % 16 for _, piece in pieces] == [0, 0]
@@ -71,7 +71,7 @@ def test_what_follows_a_large_tensor_of_any_length_begins_on_a_word():
     assert torch.equal(got["odd"], odd) and torch.equal(got["sums"], torch.arange(5))
 
 
-def test_a_stack_is_one_piece_in_bounds_and_one_weight_alone_has_none(monkeypatch):
+def test_a_stack_is_cut_into_bounded_pieces_and_a_weight_never_is(monkeypatch):
     monkeypatch.setattr(wire, "_SMALL", 64)
     monkeypatch.setattr(wire, "_STACK_BYTES", 1024)
     rows = torch.arange(60 * 32, dtype=torch.float32).view(60, 32)  # 128 bytes each
@@ -79,25 +79,25 @@ def test_a_stack_is_one_piece_in_bounds_and_one_weight_alone_has_none(monkeypatc
     stack = Stack(tuple(f"t{i}" for i in range(len(lengths))), lengths)
     pieces = list(packed([(stack, rows)]))
     assert [len(arrived([piece])) for piece in pieces] == [3, 1, 1, 2, 1]
-    found = arrived(pieces)
-    assert all(same(found[name], part) for name, part in zip(stack.names, rows.split(lengths), strict=True))
+    tensors = arrived(pieces)
+    assert all(same(tensors[name], part) for name, part in zip(stack.names, rows.split(lengths), strict=True))
     monkeypatch.setattr(wire, "_STACK_BYTES", 2**20)
     ((name, whole),) = packed([(stack, rows)])
-    assert whole.data_ptr() == rows.data_ptr(), "a stack leaves as it lies"
+    assert whole.data_ptr() == rows.data_ptr(), "a stack is not copied"
     ((arrived_stack, _),) = unpacked(name, whole)
     assert (arrived_stack.names, arrived_stack.rows) == (stack.names, lengths)
-    assert next(unpacked(name, whole))[0] is arrived_stack, "what is kept of a stack is found by the stack itself"
+    assert next(unpacked(name, whole))[0] is arrived_stack, "a received stack is the same object each time"
 
 
-def test_small_stacks_and_what_is_made_of_them_keep_their_names():
+def test_small_stacks_and_their_scales_and_sums_keep_their_names():
     stack = Stack(("q", "k"), (256, 128))
     scales, sums = stack.renamed("", SCALE_SUFFIX), stack.renamed("sum of ", "")
     sent = [(scales, torch.arange(6.0).view(3, 2)), (sums, torch.arange(9).view(3, 3)), (stack, torch.arange(384.0))]
     ((name, whole),) = packed(sent)
-    found = arrived([(name, whole)])
-    assert torch.equal(found["q" + SCALE_SUFFIX], torch.arange(4.0).view(2, 2))
-    assert torch.equal(found["sum of k"], torch.tensor([[6, 7, 8]]))
-    assert torch.equal(found["k"], torch.arange(256.0, 384.0))
+    tensors = arrived([(name, whole)])
+    assert torch.equal(tensors["q" + SCALE_SUFFIX], torch.arange(4.0).view(2, 2))
+    assert torch.equal(tensors["sum of k"], torch.tensor([[6, 7, 8]]))
+    assert torch.equal(tensors["k"], torch.arange(256.0, 384.0))
     assert stack.renamed("", SCALE_SUFFIX) is scales and stack.renamed("", "") is stack
 
 
@@ -108,7 +108,7 @@ def test_a_pack_fits_the_smallest_bucket():
 
 
 @pytest.mark.parametrize("name", list(formats.FORMATS))
-def test_sums_of_many_weights_are_those_of_each(name):
+def test_sums_of_many_weights_equal_those_of_each_alone(name):
     number_format = formats.get(name)
     weights = [number_format.quantize_weight(torch.randn(n, k).bfloat16(), "fp32") for n, k in ((256, 384), (128, 128))]
     together = number_format.with_scales(
@@ -122,47 +122,47 @@ def test_sums_of_many_weights_are_those_of_each(name):
 
 @pytest.fixture
 def stacked():
-    """What a trainer sends of two stacked weights, a norm and a matrix, and a worker's live tensors of them."""
+    """A trainer's stream of two stacked weights, a norm and a matrix, and a worker's live tensors of them."""
     number_format = formats.get("fp8")
     weight = number_format.quantize_weight(torch.randn(384, 256).bfloat16(), "fp32")
     norm, head = torch.randn(256).bfloat16(), torch.randn(96, 256).bfloat16()
     live = LiveParameter(weight.qdata.clone(), weight.scales.clone())
-    held = {
+    live_tensors = {
         "norm": LiveTensor(norm.clone(), None, slice(0, 256), slice(0, 1), (256, 1)),
         "head": LiveTensor(head.clone(), None, slice(0, 96), slice(0, 256), (96, 256)),
     }
     stack = Stack(("q", "k"), (256, 128))
     sent = [(stack, weight.qdata), (stack.renamed("", SCALE_SUFFIX), weight.scales)]
     for name, start, rows in (("q", 0, 256), ("k", 256, 128)):
-        mine = (live.data[start : start + rows], live.scales[start // 128 : (start + rows) // 128])
-        held[name] = LiveTensor(*mine, slice(0, rows), slice(0, 256), (rows, 256), live, start)
-    return [*sent, ("norm", norm), ("head", head)], held
+        part = (live.data[start : start + rows], live.scales[start // 128 : (start + rows) // 128])
+        live_tensors[name] = LiveTensor(*part, slice(0, rows), slice(0, 256), (rows, 256), live, start)
+    return [*sent, ("norm", norm), ("head", head)], live_tensors
 
 
-def by_themselves(sent) -> list:
-    """The same weights without stacks, each one's qdata in front of its scales."""
-    single = dict(apart(sent))
+def without_stacks(sent) -> list:
+    """The same weights, each one's qdata before its scales."""
+    single = dict(unstacked(sent))
     order = [(name + suffix) for name in ("q", "k") for suffix in ("", SCALE_SUFFIX)] + ["norm", "head"]
     return [(name, single[name]) for name in order]
 
 
-def check(sent, held) -> dict:
+def check(sent, live_tensors) -> dict:
     receiver = ContractReceiver()
     rest = receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
-    assert {name for name, _ in rest} == {name for name, _ in apart(sent)}, "weights are left for the loaders"
-    return receiver.verify(held, scale_rule="fp32", probe=1)
+    assert {name for name, _ in rest} == {name for name, _ in unstacked(sent)}, "the loaders get every weight"
+    return receiver.verify(live_tensors, scale_rule="fp32", probe=1)
 
 
 @pytest.mark.parametrize("first", ["meta", "cpu"])
-def test_a_pack_lies_where_the_first_tensor_does_that_is_not_on_the_host(first):
-    """The manifest of the contract is made on the host, everything else on the GPU; ``meta`` stands for it here."""
+def test_a_pack_is_on_the_device_of_its_first_tensor_off_the_host(first):
+    """The contract's manifest is built on the host, everything else on the GPU, for which ``meta`` stands here."""
     second = {"meta": "cpu", "cpu": "meta"}[first]
     tensors = [("a", torch.zeros(3, dtype=torch.uint8, device=first)), ("b", torch.zeros(5, 2, device=second))]
     ((_, whole),) = packed(tensors)
     assert whole.device.type == "meta"
 
 
-def test_the_check_reads_a_packed_stream_and_sums_a_stacked_parameter_once(stacked, monkeypatch):
+def test_the_check_sums_a_stacked_parameter_of_a_packed_stream_once(stacked, monkeypatch):
     calls = []
     stock = kernels.block_sums
     counts = check(*stacked)
@@ -174,63 +174,63 @@ def test_the_check_reads_a_packed_stream_and_sums_a_stacked_parameter_once(stack
     monkeypatch.setattr(kernels, "block_sums", spied)
     assert check(*stacked) == counts
     assert (counts["quantized"], counts["plain"]) == (2, 2)
-    assert calls == [[(384, 256)], [(384, 256)]], "once where it is sent, once where it is held"
+    assert calls == [[(384, 256)], [(384, 256)]], "once in the trainer, once in the rollout"
     calls.clear()
-    assert check(by_themselves(stacked[0]), stacked[1]) == counts
+    assert check(without_stacks(stacked[0]), stacked[1]) == counts
     assert calls == [[(256, 256)], [(128, 256)], [(384, 256)]]
     separate = {name: LiveTensor(*(getattr(t, f) for f in ("tensor", "scales", "rows", "columns", "whole")))
                 for name, t in stacked[1].items()}  # fmt: skip
     assert check(stacked[0], separate) == counts
 
 
-def test_what_is_compared_is_found_once_and_again_for_other_tensors(stacked, monkeypatch):
-    sent, held = stacked
-    receiver, made = ContractReceiver(), []
+def test_the_comparison_is_built_once_and_again_for_other_tensors(stacked, monkeypatch):
+    sent, live_tensors = stacked
+    receiver, built = ContractReceiver(), []
     stock = contract._Comparison.__init__
-    monkeypatch.setattr(contract._Comparison, "__init__", lambda self, *args: made.append(1) or stock(self, *args))
+    monkeypatch.setattr(contract._Comparison, "__init__", lambda self, *args: built.append(1) or stock(self, *args))
 
-    def sync(sent, held) -> dict:
+    def sync(sent, live_tensors) -> dict:
         receiver.start()
         receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
-        return receiver.verify(held, scale_rule="fp32", probe=1)
+        return receiver.verify(live_tensors, scale_rule="fp32", probe=1)
 
-    counts = sync(sent, held)
-    assert sync(sent, held) == counts and len(made) == 1
-    held["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
+    counts = sync(sent, live_tensors)
+    assert sync(sent, live_tensors) == counts and len(built) == 1
+    live_tensors["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(ContractViolation, match="q differs between trainer and rollout in 1 of"):
-        sync(sent, held)
-    held["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
-    assert sync(sent, dict(held)) == counts and len(made) == 2, "another map of the live tensors"
-    assert sync(by_themselves(sent), held) == counts and len(made) == 3, "the same weights by themselves"
+        sync(sent, live_tensors)
+    live_tensors["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
+    assert sync(sent, dict(live_tensors)) == counts and len(built) == 2, "another map of the live tensors"
+    assert sync(without_stacks(sent), live_tensors) == counts and len(built) == 3
     with pytest.raises(ContractViolation, match="norm is a parameter of the rollout that the trainer did not send"):
-        sync([item for item in sent if item[0] != "norm"], held)
-    assert sync(sent, held) == counts
+        sync([item for item in sent if item[0] != "norm"], live_tensors)
+    assert sync(sent, live_tensors) == counts
 
 
-def test_a_tied_tensor_is_stated_under_both_names_and_sent_once(stacked):
-    sent, held = stacked
+def test_a_tied_tensor_is_sent_once_and_checked_under_both_names(stacked):
+    sent, live_tensors = stacked
     items = list(with_contract(sent, scale_rule="fp32", probe=1, tied={"tied": "head"}))
     assert [name for name, _ in items].count("tied") == 0
     receiver = ContractReceiver()
     receiver.take(list(packed(items)))
-    both = receiver.verify(held | {"tied": held["head"]}, scale_rule="fp32", probe=1)
-    head = int(row_sums(held["head"].tensor).sum())
-    assert both["digest"] == (check(sent, held)["digest"] + head) % 2**64 and both["plain"] == 3
-    other = replace(held["head"], tensor=held["head"].tensor.clone())
+    both = receiver.verify(live_tensors | {"tied": live_tensors["head"]}, scale_rule="fp32", probe=1)
+    head = int(row_sums(live_tensors["head"].tensor).sum())
+    assert both["digest"] == (check(sent, live_tensors)["digest"] + head) % 2**64 and both["plain"] == 3
+    other = replace(live_tensors["head"], tensor=live_tensors["head"].tensor.clone())
     other.tensor[5] += 1
     with pytest.raises(ContractViolation, match="tied differs between trainer and rollout in 1 of 96"):
-        receiver.verify(held | {"tied": other}, scale_rule="fp32", probe=1)
+        receiver.verify(live_tensors | {"tied": other}, scale_rule="fp32", probe=1)
 
 
 @pytest.mark.parametrize(
     ("name", "part", "at"),
     [("q", "data", (130, 7)), ("k", "data", (383, 255)), ("k", "scales", (2, 1)), ("norm", "tensor", (9,))],
 )
-def test_a_bit_of_a_live_parameter_is_found_and_its_tensor_named(stacked, name, part, at):
-    sent, held = stacked
-    holder = held[name].parameter if part != "tensor" else held[name]
+def test_a_flipped_bit_in_a_live_parameter_names_its_tensor(stacked, name, part, at):
+    sent, live_tensors = stacked
+    holder = live_tensors[name].parameter if part != "tensor" else live_tensors[name]
     bits = getattr(holder, part)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[bits.element_size()]
     bits.view(width)[at] ^= 1
     with pytest.raises(ContractViolation, match=f"contract check: {name} differs between trainer and rollout in 1 of"):
-        check(sent, held)
+        check(sent, live_tensors)

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer that raises in the middle of a weight sync: it says so at once, and the receiver, whose wait has no limit,
-ends with the engine that started it, which verl's job takes along (docs/log.md)."""
+"""A trainer that raises during a weight sync reports its own error at once, and the receiver, which waits without a
+limit, ends with the engine that started it (docs/log.md)."""
 
 import asyncio
 import os
@@ -26,62 +26,65 @@ from jetrl_verl import cpu_platform
 cpu_platform.install()
 import torch
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
-from verl.workers.rollout.vllm_rollout.utils import set_death_signal  # vLLM's worker calls it as it is made
+from verl.workers.rollout.vllm_rollout.utils import set_death_signal  # vLLM's worker calls it in its constructor
 set_death_signal()
 Path(sys.argv[2]).touch()
 BucketedWeightReceiver(sys.argv[1], torch.device("cpu"), use_shm=True).receive_weights(lambda weights, is_last: None)
 """
 ENGINE = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-"""Stands for vLLM's engine, whose child the worker is."""
+"""Stands for vLLM's engine, the parent of the worker."""
 
 
-def until(met, what: str):
+def until(met, what: str) -> None:
     ends = time.monotonic() + SECONDS
-    while not (found := met()):
+    while not met():
         assert time.monotonic() < ends, what
         time.sleep(0.1)
-    return found
 
 
 def raises_in_the_middle():
     yield "weight", torch.zeros(4)
-    # The first one fills the bucket, so that the second is taken behind the receiver's first acknowledgement.
+    # The bucket is full, so the error comes after the receiver's first acknowledgement.
     yield "another", torch.zeros(2**18)
     raise ValueError("the trainer's own error")
 
 
 @pytest.mark.timeout(300)
-def test_a_trainer_that_raises_says_so_and_its_receiver_ends_with_its_engine(cpu_platform, tmp_path):
+def test_the_trainers_error_is_raised_and_the_receiver_ends_with_its_engine(cpu_platform, tmp_path):
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     address, waits = f"ipc://{tmp_path}/socket", tmp_path / "waits"
     environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT)}
     engine = subprocess.Popen([sys.executable, "-c", ENGINE, RECEIVER, address, str(waits)], env=environment)
     try:
-        until(waits.exists, "the receiver has not begun to wait")
+        until(waits.exists, "the receiver does not wait")
         (receiver,) = psutil.Process(engine.pid).children()
         sender = BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
         started = time.monotonic()
         with pytest.raises(ValueError, match="the trainer's own error"):
             asyncio.run(sender.async_send_weights(raises_in_the_middle()))
-        assert time.monotonic() - started < 30, "it was held up by the limit of an acknowledgement"
+        assert time.monotonic() - started < 30, "it waited for an acknowledgement"
         time.sleep(1.0)
-        assert receiver.is_running() and receiver.status() != psutil.STATUS_ZOMBIE, "it ends by itself now"
+        assert receiver.is_running() and receiver.status() != psutil.STATUS_ZOMBIE, (
+            "the receiver ended without its engine"
+        )
         engine.send_signal(signal.SIGKILL)
         engine.wait()
-        until(lambda: not receiver.is_running() or receiver.status() == psutil.STATUS_ZOMBIE, "the receiver goes on")
+        until(
+            lambda: not receiver.is_running() or receiver.status() == psutil.STATUS_ZOMBIE,
+            "the receiver outlives its engine",
+        )
     finally:
         engine.kill()
         engine.wait()
 
 
-def test_vllms_worker_asks_to_die_with_its_engine(cpu_platform, monkeypatch):
-    """verl's extension, of which ours is one, asks as the worker is made."""
+def test_the_worker_extension_sets_its_death_signal(cpu_platform, monkeypatch):
     from verl.workers.rollout.vllm_rollout import utils
 
     from jetrl_verl.rollout.worker import JetWorkerExtension
 
-    asked = []
-    monkeypatch.setattr(utils, "set_death_signal", lambda: asked.append(True))
+    calls = []
+    monkeypatch.setattr(utils, "set_death_signal", lambda: calls.append(True))
     JetWorkerExtension()
-    assert asked == [True]
+    assert calls == [True]

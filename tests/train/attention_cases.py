@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``attend`` as transformers calls it, on sequences packed into a row or padded to one length, on either side."""
+"""Calls ``attend`` as transformers does, on sequences packed into a row or padded on either side."""
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def operands(heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> list[to
 
 
 def real_tokens(form: str) -> torch.Tensor:
-    """``[sequences, longest]``, which places of a padded batch hold a token."""
+    """``[sequences, longest]``, True where a padded batch has a token."""
     columns, lengths = torch.arange(max(LENGTHS)), torch.tensor(LENGTHS)[:, None]
     return columns < lengths if form == "padded" else columns >= max(LENGTHS) - lengths
 
@@ -40,7 +40,7 @@ def attended(form: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opt
         assert weights is None
         return out[0]
     real = real_tokens(form).to(device)
-    # What lies in the padding must not matter.
+    # The padding is not zero: it must not be read.
     rows = [x.new_full((*real.shape, *x.shape[1:]), 3.0).masked_scatter(real[..., None, None], x) for x in (q, k, v)]
     out, _ = attend(Attention(), *(x.transpose(1, 2) for x in rows), real, **options)
     assert not out[~real].any()

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine as its workers ask for it, from the registry with a precision's engine config; its steps and syncs."""
+"""verl's engine from its registry with a precision's engine config, as workers build it; its steps and weight syncs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def build(
     sharding: dict[str, Any] | None = None,
     **options,
 ):
-    """Engine on the model in ``folder``, initialised; to be called on each of the processes.
+    """Initialized engine on the model in ``folder``; call it on every rank.
 
     Args:
         role: as in ``JetWorkerEngineConfig``; ``"critic"`` is a value model.
@@ -41,9 +41,9 @@ def build(
         optimizer: further fields of ``FSDPOptimizerConfig``. strategy: ``fsdp``, which is FSDP1, or ``fsdp2``.
         attention: ``override_config.attn_implementation``.
         ulysses: ranks that share the tokens of a micro-batch.
-        fsdp_size: ranks that share the weights; -1: all of them, else there are replicas (HSDP).
-        rollout_ranks: its tensor-parallel size.
-        checkpointing: whether the backward recomputes each layer, as by verl's default.
+        fsdp_size: ranks that share the weights; -1: all, else there are replicas (HSDP).
+        rollout_ranks: tensor-parallel size of the rollout.
+        checkpointing: whether the backward recomputes each layer, verl's default.
         sharding: further fields of verl's engine config.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
@@ -57,7 +57,7 @@ def build(
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
     common = dict(strategy=strategy, use_torch_compile=False, fsdp_size=fsdp_size)
     common["ulysses_sequence_parallel_size"] = ulysses
-    # As verl's YAML has it; its dataclass has True.
+    # As in verl's YAML; its dataclass has True.
     common |= {"use_no_sync_for_gradient_accumulation": False} | (sharding or {})
     stock = fields["precision"] == "bf16"
     schedule = {"lr": 1e-3, "lr_warmup_steps": 0, "total_training_steps": 10} | (optimizer or {})
@@ -116,7 +116,7 @@ def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: b
 def train(engine, seed: int, **form) -> float | None:
     """One optimizer step on the mean negative log-likelihood of the ``seed``'s sequences; the gradient's norm.
 
-    None on a rank that verl does not hear: of those that share tokens the first one speaks.
+    None on ranks that do not report: the first of those that share tokens does.
     """
     from functools import partial
 
@@ -127,10 +127,10 @@ def train(engine, seed: int, **form) -> float | None:
 
 
 def outputs(engine, seed: int, name: str = "log_probs", **form) -> torch.Tensor:
-    """What an engine says of the ``seed``'s tokens that have a successor, FP32."""
+    """An output of the engine for the ``seed``'s tokens that have a successor, FP32."""
     with engine.eval_mode():
-        found = engine.infer_batch(batch(seed, **form))["model_output"][name]
-    return torch.cat([row[:-1] for row in found.float().unbind()])
+        rows = engine.infer_batch(batch(seed, **form))["model_output"][name]
+    return torch.cat([row[:-1] for row in rows.float().unbind()])
 
 
 def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
@@ -139,18 +139,18 @@ def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
 
 
 def sent(engine) -> dict[str, torch.Tensor]:
-    """A weight sync's stream, packed and stacked tensors under their own names."""
+    """A weight sync's stream, unpacked and unstacked."""
     stream, _ = engine.get_per_tensor_param()
-    found = {}
+    weights = {}
     for name, tensor in stream:
         for item in unpacked(name, tensor.clone()):
-            found |= dict(parts_of(*item))
-    return found
+            weights |= dict(parts_of(*item))
+    return weights
 
 
 @contextmanager
 def gathers_counted() -> Iterator[dict[int, int]]:
-    """FSDP2's parameter groups, by identity -> all-gathers of each inside, counted at FSDP's own switch."""
+    """Identity of each FSDP2 parameter group -> its all-gathers inside the context."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     counts: dict[int, int] = {}

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine under BF16 training, FSDP2 on two gloo processes: INT8 or BF16 sent, scaling folded in."""
+"""verl's engine under BF16 training, FSDP2 on two gloo processes: INT8, FP8 and BF16 rollouts, and invariant
+scaling."""
 
 import logging
 from functools import partial
@@ -33,7 +34,7 @@ def masters(engine) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in engine.module.state_dict().items()}
 
 
-def int8_qdata_are_made_anew_at_every_sync(rank: int, folder: str) -> None:
+def int8_weights_are_quantized_again_at_every_sync(rank: int, folder: str) -> None:
     engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8")
     for step in range(2):
         stream, weights = sent(engine), masters(engine)
@@ -91,9 +92,9 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
         assert torch.equal(stream[name + SCALE_SUFFIX], scales[name]), name
         assert torch.equal(stream[name], quantize_int8(bf16, scales[name]).qdata), name
         moved += int((stream[name] != before[name]).sum()) + int((quantize_int8(bf16).scales != scales[name]).sum())
-    assert moved > 0, "qdata move, and scales would"
+    assert moved > 0, "qdata change, and new scales would"
 
-    # Each rank has a disk of its own, as on machines that share none.
+    # Each rank has its own disk.
     checkpoint = Path(disks) / str(rank) / "global_step_2" / "actor"
     checkpoint.mkdir(parents=True)
     (of_other_ranks := checkpoint / "model_world_size_7_rank_0.pt").touch()
@@ -104,18 +105,20 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     def load(warnings: int) -> dict[str, torch.Tensor]:
         with mock.patch.object(logging.getLogger("jetrl_verl.train.engine"), "warning") as warning:
             resumed.load_checkpoint(str(checkpoint), del_local_after_load=False)
-        said = [call.args[0] % call.args[1:] for call in warning.call_args_list]
-        assert len(said) == warnings and all(f"{checkpoint} has no scales of weights" in line for line in said)
+        lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        assert len(lines) == warnings and all(f"{checkpoint} has no scales of weights" in line for line in lines)
         return sent(resumed)
 
-    found = load(warnings=0)
-    assert all(torch.equal(found[name], tensor) for name, tensor in stream.items()), "qdata, scales and the rest"
+    loaded = load(warnings=0)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in stream.items()), "qdata, scales and the rest"
     (checkpoint / KEPT_SCALES).unlink(missing_ok=True)
-    found = load(warnings=int(rank == 0))
-    assert all(torch.equal(found[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), "made again"
+    loaded = load(warnings=int(rank == 0))
+    assert all(torch.equal(loaded[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), (
+        "quantized again"
+    )
 
 
-def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:
+def a_later_stage_has_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:
     options = dict(precision="qurl_fp8", train="bf16")
     expected = masters(build(folder, invariant_scaling=1.5, **options))
     engine = build(scaled_folder, invariant_scaling=1.5, **options)
@@ -129,7 +132,7 @@ def a_later_stage_carries_the_factor_once(rank: int, folder: str, scaled_folder:
             torch.testing.assert_close(tensor, unscaled[name], rtol=3e-7, atol=0)
 
 
-def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) -> None:
+def scaling_changes_the_actor_alone_and_not_its_policy(rank: int, folder: str) -> None:
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     plain, scaled = build(folder, precision="fp8_rollout", train="bf16"), build(folder, **options)
     before, after = masters(plain), masters(scaled)
@@ -150,8 +153,8 @@ def scaling_is_the_actors_and_leaves_its_policy_alone(rank: int, folder: str) ->
     assert (log_probs(scaled) - log_probs(plain)).abs().max() < 0.05, "more than BF16 rounding"
 
 
-def a_scaled_checkpoint_says_so(rank: int, folder: str, root: str) -> None:
-    """Training, saving, exporting and resuming; the exported BF16 weights are the masters without the factor."""
+def a_scaled_checkpoint_records_its_factor(rank: int, folder: str, root: str) -> None:
+    """Exported BF16 weights are the masters without the factor; another factor is refused."""
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     engine = build(folder, **options)
     train(engine, rank)
@@ -183,7 +186,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def scaled_folder(folder, tmp_path_factory) -> str:
-    """What an earlier stage under invariant scaling saved, had it not moved a weight."""
+    """A model as an earlier stage under invariant scaling would save it before its first step."""
     path = tmp_path_factory.mktemp("scaled")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     fold_missing(model, 1.5)
@@ -195,22 +198,22 @@ def test_bf16_shared_sends_bf16_and_measures_no_quantization(folder, cpu_platfor
     run_in_two_processes(bf16_shared_sends_bf16_and_measures_no_quantization, folder)
 
 
-def test_int8_qdata_are_made_anew_at_every_sync(folder, cpu_platform):
-    run_in_two_processes(int8_qdata_are_made_anew_at_every_sync, folder)
+def test_int8_weights_are_quantized_again_at_every_sync(folder, cpu_platform):
+    run_in_two_processes(int8_weights_are_quantized_again_at_every_sync, folder)
 
 
-def test_int8_scales_of_the_first_sync_are_kept_also_by_a_checkpoint(folder, tmp_path, cpu_platform):
+def test_int8_scales_of_the_first_sync_are_kept_and_checkpointed(folder, tmp_path, cpu_platform):
     run_in_two_processes(int8_scales_of_the_first_sync_are_kept, folder, str(tmp_path))
 
 
-def test_scaling_is_the_actors_and_leaves_its_policy_alone(folder, cpu_platform):
-    run_in_two_processes(scaling_is_the_actors_and_leaves_its_policy_alone, folder)
+def test_scaling_changes_the_actor_alone_and_not_its_policy(folder, cpu_platform):
+    run_in_two_processes(scaling_changes_the_actor_alone_and_not_its_policy, folder)
 
 
-def test_a_later_stage_carries_the_factor_once(folder, scaled_folder, cpu_platform):
-    run_in_two_processes(a_later_stage_carries_the_factor_once, folder, scaled_folder)
+def test_a_later_stage_has_the_factor_once(folder, scaled_folder, cpu_platform):
+    run_in_two_processes(a_later_stage_has_the_factor_once, folder, scaled_folder)
 
 
 @pytest.mark.parametrize("start", ["folder", "scaled_folder"])
-def test_a_scaled_checkpoint_says_so(start, request, tmp_path, cpu_platform):
-    run_in_two_processes(a_scaled_checkpoint_says_so, request.getfixturevalue(start), str(tmp_path))
+def test_a_scaled_checkpoint_records_its_factor(start, request, tmp_path, cpu_platform):
+    run_in_two_processes(a_scaled_checkpoint_records_its_factor, request.getfixturevalue(start), str(tmp_path))

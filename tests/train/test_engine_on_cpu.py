@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer exports and how it masks logits, without FSDP: streams and hooks on a plain model."""
+"""What the trainer exports and how it masks logits, without FSDP."""
 
 import torch
 from tiny_models import tiny_model
@@ -14,8 +14,7 @@ from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quanti
 from jetrl_verl.train.engine import mask_unused_vocabulary
 
 
-def test_exported_qdata_are_those_of_the_trainers_forward():
-    """The rollout copies what the trainer multiplies with, bit for bit, from FP32 masters."""
+def test_the_exported_qdata_is_that_of_the_trainers_forward():
     model = tiny_model("qwen3")
     plans = plan_linears(model.config)
     stream = dict(quantize_stream(model.state_dict().items(), plans, "fp32"))
@@ -30,7 +29,7 @@ def test_exported_qdata_are_those_of_the_trainers_forward():
     assert compared == 14
 
 
-def test_scales_follow_their_qdata_and_the_rest_is_bf16():
+def test_scales_follow_their_qdata_and_other_tensors_are_bf16():
     model = tiny_model("qwen3")
     items = list(quantize_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
     for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
@@ -41,15 +40,15 @@ def test_scales_follow_their_qdata_and_the_rest_is_bf16():
     assert all(tensor.dtype == torch.bfloat16 for tensor in rest.values())
 
 
-def test_a_skipped_layer_travels_in_bf16():
+def test_a_skipped_layer_is_sent_in_bf16():
     model = tiny_model("qwen3", intermediate_size=192)
     stream = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
     assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
     assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
 
 
-def test_a_row_without_a_code_gets_its_kept_scale_once_it_has_one():
-    """Zero or too small at the first sync; the other rows keep their scales while the weights move."""
+def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():
+    """It is zero or too small at the first sync; other rows keep their scales while weights change."""
     plans = plan_linears(tiny_model("qwen3").config)
     name = "model.layers.0.mlp.down_proj.weight"
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
@@ -74,10 +73,10 @@ def test_a_row_without_a_code_gets_its_kept_scale_once_it_has_one():
     assert qdata[3].min() == 127 and qdata[5].abs().max() == 127
     weight[3] *= 3
     weight[7] = 0
-    assert torch.equal(sync()[1], second), "made once, and a row that becomes zero keeps its own"
+    assert torch.equal(sync()[1], second), "set once, and kept by a row that becomes zero"
 
 
-def test_sync_statistics_count_both_wires():
+def test_sync_statistics_count_bytes_with_and_without_quantization():
     statistics = SyncStatistics()
     weights = [("a", torch.zeros(8)), ("b", torch.zeros(2, 3))]
     halves = ((name, tensor.half()) for name, tensor in counted_stock(weights, statistics))
@@ -86,7 +85,7 @@ def test_sync_statistics_count_both_wires():
     assert statistics.seconds > 0
 
 
-def test_unused_vocabulary_gets_no_probability_and_entropy_stays_finite():
+def test_unused_vocabulary_has_no_probability_and_entropy_is_finite():
     model = tiny_model("qwen3", vocab_size=80)
     tokens = torch.arange(10)[None]
     before = model(tokens).logits

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, what a weight sync sends, checkpoints.
-
-The engine comes from verl's registry, so this also shows that the registration wins over verl's own engine.
-"""
+"""verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, weight syncs, checkpoints. It comes from
+verl's registry, so the registration overrides verl's own engine."""
 
 from pathlib import Path
 
@@ -32,7 +30,7 @@ def same_on_both_ranks(value: torch.Tensor) -> bool:
 
 
 def gradient_norm_by_hand(folder: str) -> torch.Tensor:
-    """Norm of the mean gradient over all ranks' tokens of the same layers in one process, without FSDP."""
+    """Norm of the mean gradient over all ranks' tokens, in one process without FSDP."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -61,9 +59,9 @@ def steps_and_syncs(rank: int, folder: str) -> None:
     assert len(linears) == 14
 
     first = sent(engine)
-    # The GEMMs round dY differently where one process sees all rows; everything else is the same arithmetic.
+    # Blocks of dY differ if one process has all rows, so they are quantized differently.
     assert train(engine, rank) == pytest.approx(gradient_norm_by_hand(folder).item(), rel=5e-3)
-    assert all(not layer.holds_qdata for layer in linears), "qdata outlive the pass"
+    assert all(not layer.holds_qdata for layer in linears), "qdata outlives the pass"
     second = sent(engine)
 
     assert first.keys() == second.keys()
@@ -77,20 +75,20 @@ def steps_and_syncs(rank: int, folder: str) -> None:
 
 
 def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
-    """As FSDP2: the first gradient, and what is sent before and after. With shared operations: tests/e2e."""
+    """The first gradient and the weight syncs before and after it are those of FSDP2."""
     options = dict(scale_rule="pow2", backward="bf16")
-    found = []
+    runs = []
     for strategy in ("fsdp", "fsdp2"):
         engine = build(folder, strategy=strategy, **options)
-        found.append((sent(engine), train(engine, rank), sent(engine)))
-    (first, norm, second), (expected, expected_norm, _) = found
+        runs.append((sent(engine), train(engine, rank), sent(engine)))
+    (first, norm, second), (expected, expected_norm, _) = runs
     assert first.keys() == expected.keys()
-    # FSDP1 has embedding, last norm and head in one unit, so their names come next to each other.
-    stated, expected_statement = (Manifest.from_tensor(each.pop(MANIFEST_NAME)) for each in (dict(first), expected))
-    for each in (stated, expected_statement):
-        each.quantized.sort()
-        each.plain.sort()
-    assert stated == expected_statement
+    # FSDP1 has embedding, last norm and head in one unit, so names come in another order.
+    manifests = [Manifest.from_tensor(stream.pop(MANIFEST_NAME)) for stream in (dict(first), expected)]
+    for manifest in manifests:
+        manifest.quantized.sort()
+        manifest.plain.sort()
+    assert manifests[0] == manifests[1]
     for name, x in first.items():
         assert name == MANIFEST_NAME or torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)), name
     assert norm == pytest.approx(expected_norm, rel=1e-3)
@@ -100,19 +98,19 @@ def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
     build(folder, "ref", strategy="fsdp", ref="fp8").infer_batch(batch(rank))
 
 
-def replicas_are_one_policy(rank: int, folder: str) -> None:
-    """Each rank has data of its own. FSDP1 with one rank a replica is refused (config/support): torch makes a job of
-    one rank of it and adds no gradients, which the contract check sees on both ranks."""
+def replicas_send_the_same_weights(rank: int, folder: str) -> None:
+    """Each rank has its own data. FSDP1 with one rank a replica is refused (config/support): torch then reduces no
+    gradients, which the contract check detects on both ranks."""
     for strategy, fsdp_size in (("fsdp2", -1), ("fsdp2", 1), ("fsdp", -1)):
         engine = build(folder, strategy=strategy, fsdp_size=fsdp_size)
         train(engine, rank)
         sums = [tensor for name, tensor in sorted(sent(engine).items()) if name.startswith(SUM_PREFIX)]
         assert same_on_both_ranks(torch.cat([x.flatten() for x in sums])), (strategy, fsdp_size)
-    apart = build(folder, strategy="fsdp", fsdp_size=1)
-    sent(apart)
-    train(apart, rank)
+    diverged = build(folder, strategy="fsdp", fsdp_size=1)
+    sent(diverged)
+    train(diverged, rank)
     with pytest.raises(ContractViolation, match=r"model\.embed_tokens\.weight of the trainer's rank 1 differs"):
-        sent(apart)
+        sent(diverged)
 
 
 def one_rank_with_another_weight(rank: int) -> None:
@@ -126,7 +124,7 @@ def one_rank_with_another_weight(rank: int) -> None:
 
     assert compared() == [*weights, *(SUM_PREFIX + name for name in weights), MANIFEST_NAME]
     if rank == 1:
-        weights["layer.3"] = weights["layer.3"].roll(1, dims=0)  # the same rows elsewhere
+        weights["layer.3"] = weights["layer.3"].roll(1, dims=0)  # the same rows in another order
         weights["layer.2"][39, 23] += 1
     with pytest.raises(ContractViolation, match="layer.2 of the trainer's rank 1 differs from that of rank 0"):
         compared()
@@ -144,9 +142,9 @@ def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, check
 
     resumed = build(other)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
-    found = sent(resumed)
+    restored = sent(resumed)
     assert all(
-        torch.equal(tensor.view(torch.uint8), found[name].view(torch.uint8)) for name, tensor in expected.items()
+        torch.equal(tensor.view(torch.uint8), restored[name].view(torch.uint8)) for name, tensor in expected.items()
     )
     assert train(resumed, rank) == expected_norm
     after, after_resume = sent(engine), sent(resumed)
@@ -175,16 +173,16 @@ def roles_and_precisions(rank: int, folder: str) -> None:
     assert kinds(build(folder, role="critic", critic="fp8")) == {JetLinear}
 
 
-def padding_of_the_vocabulary_gets_no_probability(rank: int, folder: str, used: int) -> None:
+def padding_of_the_vocabulary_has_no_probability(rank: int, folder: str, used: int) -> None:
     engine = build(folder, tokenizer=True)
     with engine.eval_mode():
-        found = engine.infer_batch(batch(rank))["model_output"]["log_probs"]
+        rows = engine.infer_batch(batch(rank))["model_output"]["log_probs"]
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logits = engine.module(tokens(rank), use_cache=False).logits.float()
     assert logits[..., used:].max() < -1e6
     expected = logits[..., :used].log_softmax(-1)[:, :-1].gather(-1, tokens(rank)[:, 1:, None]).squeeze(-1)
-    found = torch.stack(found.unbind()).float()[:, :-1]
-    assert torch.allclose(found, expected, atol=0.05)
+    log_probs = torch.stack(rows.unbind()).float()[:, :-1]
+    assert torch.allclose(log_probs, expected, atol=0.05)
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +212,7 @@ def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> No
     sent(engine)
     first = step()
     assert len(first) == 48 and all(len(value) == 1 for value in first.values())
-    assert step() == {}, "one mini-batch a step"
+    assert step() == {}, "measured in more than one mini-batch"
     sent(engine)
     second = step()
     assert {name for name in second if "changed" in name} == {
@@ -273,11 +271,11 @@ def test_fsdp1_takes_the_same_steps(folders, cpu_platform):
     run_in_two_processes(fsdp1_takes_the_same_steps, folders[0])
 
 
-def test_replicas_are_one_policy(folders, cpu_platform):
-    run_in_two_processes(replicas_are_one_policy, folders[0])
+def test_replicas_send_the_same_weights(folders, cpu_platform):
+    run_in_two_processes(replicas_send_the_same_weights, folders[0])
 
 
-def test_the_contract_compares_the_trainers_ranks():
+def test_the_contract_check_compares_the_trainers_ranks():
     run_in_two_processes(one_rank_with_another_weight)
 
 
@@ -285,15 +283,15 @@ def test_a_checkpoint_restores_weights_optimizer_and_qdata(folders, tmp_path: Pa
     run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "checkpoint"))
 
 
-def test_each_role_gets_the_linears_that_its_option_says(folders, cpu_platform):
+def test_each_role_has_the_linears_of_its_option(folders, cpu_platform):
     run_in_two_processes(roles_and_precisions, folders[0])
 
 
-def test_vocabulary_entries_without_a_token_are_masked_as_in_the_rollout(padded_folder, cpu_platform):
-    run_in_two_processes(padding_of_the_vocabulary_gets_no_probability, *padded_folder)
+def test_vocabulary_entries_without_a_token_are_masked(padded_folder, cpu_platform):
+    run_in_two_processes(padding_of_the_vocabulary_has_no_probability, *padded_folder)
 
 
-def test_quantization_is_measured_once_after_each_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
+def test_quantization_is_measured_once_a_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
     run_in_two_processes(measured_once_after_each_sync, folders[0], str(tmp_path / "checkpoint"))
 
 

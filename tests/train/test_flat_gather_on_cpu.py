@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is gathered of FSDP1's flat vectors is what its state dict says, cast to BF16, in any cut over ranks."""
+"""The gather of FSDP1's flat vectors gives its state dict cast to BF16, however ranks cut the vectors."""
 
 import functools
 import warnings
@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from streams import apart
+from streams import unstacked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """Parameters that two ranks' parts cut in odd places, within a row and within a vector."""
+    """Two ranks cut these parameters within a row and within a vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,28 +82,28 @@ def expected(module) -> dict[str, torch.Tensor]:
 def check(module) -> None:
     gathers = FlatGather(module)
     for step in range(2):
-        want, statistics = expected(module), SyncStatistics()
+        whole, statistics = expected(module), SyncStatistics()
         items = [(name, tensor.clone()) for name, tensor in gathers.stream(CPU, statistics)]
-        found = dict(apart(items))
-        assert found.keys() == want.keys() and "hidden" not in found
-        assert statistics.stock_bytes == sum(tensor.nbytes for tensor in want.values())
-        for name, tensor in found.items():
-            whole = want[name] if name == "table" else want[name].bfloat16()
-            assert tensor.dtype == whole.dtype and torch.equal(tensor, whole), (step, name)
+        tensors = dict(unstacked(items))
+        assert tensors.keys() == whole.keys() and "hidden" not in tensors
+        assert statistics.stock_bytes == sum(tensor.nbytes for tensor in whole.values())
+        for name, tensor in tensors.items():
+            value = whole[name] if name == "table" else whole[name].bfloat16()
+            assert tensor.dtype == value.dtype and torch.equal(tensor, value), (step, name)
         stacks = [name.names for name, _ in items if isinstance(name, Stack)]
         assert tuple(f"layers.{i}.{name}.weight" for i in range(3) for name in "qk") in stacks
-        # After a step what FSDP computes with has been in the vector's place.
+        # A step exchanges the vector for FSDP's compute copy and back.
         optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
         module(torch.arange(5)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
-            module(torch.arange(5))  # behind which SHARD_GRAD_OP keeps whole vectors
+            module(torch.arange(5))  # after which SHARD_GRAD_OP keeps whole vectors
     tied = FlatGather(module, tied=True)
-    left = {name: tensor.clone() for name, tensor in apart(tied.stream(CPU, SyncStatistics()))}
-    assert tied.tied == {"head.weight": "embed.weight"} and left.keys() == found.keys() - {"head.weight"}
-    want = expected(module)
-    assert all(torch.equal(tensor, want[name].to(tensor.dtype)) for name, tensor in left.items())
+    left = {name: tensor.clone() for name, tensor in unstacked(tied.stream(CPU, SyncStatistics()))}
+    assert tied.tied == {"head.weight": "embed.weight"} and left.keys() == tensors.keys() - {"head.weight"}
+    whole = expected(module)
+    assert all(torch.equal(tensor, whole[name].to(tensor.dtype)) for name, tensor in left.items())
 
 
 def on_two_ranks(rank: int) -> None:
@@ -115,10 +115,10 @@ def on_two_ranks(rank: int) -> None:
     names = [name for name, _ in FlatGather(module).stream(CPU, SyncStatistics())]
     assert sum(isinstance(name, Stack) and name.names[0].endswith("q.weight") for name in names) == 3
     renamed = FlatGather(module, sent_as=functools.partial("model.{}".format)).stream(CPU, SyncStatistics())
-    assert all(name.startswith("model.") for name, _ in apart(renamed))
+    assert all(name.startswith("model.") for name, _ in unstacked(renamed))
     dist.barrier()
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_two_ranks_gather_what_the_state_dict_says(cpu_platform):
+def test_two_ranks_gather_the_state_dict(cpu_platform):
     run_in_two_processes(on_two_ranks)

@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 model under FSDP2 on two gloo processes: gradients, gathers against quantizations, accumulation, state dict.
-
-Each test starts two processes that run one of the functions below and compare with a plain single-process model.
-"""
+"""The FP8 model under FSDP2 on two gloo processes, compared with one process: gradients, quantizations, state dict."""
 
 import pytest
 import torch
@@ -52,16 +49,16 @@ def full_gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gradients_match_single_process(rank: int, family: str) -> None:
-    """Averaged over ranks, and accumulated over two micro-batches with deferred synchronisation, as verl does it."""
+    """Averaged over ranks and accumulated over two micro-batches without reduction in between, as in verl."""
     model = shard(build(family))
     assert isinstance(model, FSDPModule)
     model.set_requires_gradient_sync(False)
     loss_of(model, batch(rank)).backward()
     model.set_requires_gradient_sync(True)
     loss_of(model, batch(rank + 10)).backward()
-    found = full_gradients(model)
+    gradients = full_gradients(model)
 
-    # FSDP gathers BF16 weights, adds micro-batches and reduces in FP32: the same, by hand, on one process.
+    # As FSDP: BF16 weights, micro-batches added and reduced in FP32.
     expected: dict[str, torch.Tensor] = {}
     for other in range(WORLD):
         for seed in (other, other + 10):
@@ -71,7 +68,7 @@ def gradients_match_single_process(rank: int, family: str) -> None:
             loss_of(reference, batch(seed)).backward()
             for name, parameter in reference.named_parameters():
                 expected[name] = expected.get(name, 0) + parameter.grad.float() / WORLD
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         assert gradient.dtype == torch.float32
         error = (gradient - expected[name]).norm() / expected[name].norm()
         # BF16 accumulation of two micro-batches inside FSDP rounds once more than the reference.
@@ -88,12 +85,12 @@ def quantizations_follow_gathers(rank: int, family: str, checkpointing: bool, re
     layers = quantized(model)
     assert len(layers) == (10 if family == "qwen3_moe" else 14)
     gathers = sorted(counts.values())
-    # The root group holds embeddings and head, the two others one decoder layer each.
+    # The root group has embeddings and head, the others one decoder layer.
     per_layer = gathers[-2:]
     most = max(layer.quantizations for layer in layers)
     print(f"rank {rank} checkpointing={checkpointing} reshard={reshard}: gathers {gathers}, quantizations {most}")
     assert most <= per_layer[0], (most, gathers)
-    # The qdata die with the gathered weight.
+    # Qdata is freed with the gathered weight.
     model.reshard()
     for layer in model.model.layers:
         layer.reshard()
@@ -110,7 +107,7 @@ def state_dict_is_the_stock_one(rank: int, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_under_fsdp2_with_accumulation_and_autocast(family):
+def test_gradients_are_those_of_one_process_with_accumulation(family):
     run_in_two_processes(gradients_match_single_process, family)
 
 
@@ -119,7 +116,7 @@ def test_gradients_under_fsdp2_with_accumulation_and_autocast(family):
     [("qwen3", False, True), ("qwen3", True, True), ("qwen3", False, False), ("qwen3_moe", True, True)],
     ids=["plain", "checkpointed", "no-reshard", "mixture"],
 )
-def test_a_weight_is_not_quantized_more_often_than_gathered(family, checkpointing, reshard):
+def test_a_weight_is_quantized_at_most_once_a_gather(family, checkpointing, reshard):
     run_in_two_processes(quantizations_follow_gathers, family, checkpointing, reshard)
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A weight sync's gather gives what verl's gives, cast to BF16, and a layer's matrices below each other."""
+"""A weight sync's gather gives verl's tensors cast to BF16, with matrices of one width stacked."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from streams import apart
+from streams import unstacked
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """Rows that two ranks share evenly, unevenly, and of which the second rank has none."""
+    """Rows that two ranks share evenly or unevenly, and a row that the second rank has none of."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ def check(mesh, gathers: Gather | None = None) -> dict[str, torch.Tensor]:
     params, statistics = sharded(mesh).state_dict(keep_vars=True), SyncStatistics()
     expected = as_verl_sends(params)
     items = list((gathers or Gather()).stream(params, CPU, statistics))
-    found = dict(apart(items))
-    assert found.keys() == expected.keys()
+    tensors = dict(unstacked(items))
+    assert tensors.keys() == expected.keys()
     assert statistics.stock_bytes == sum(tensor.nbytes for tensor in expected.values())
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         assert not tensor.requires_grad
         whole = expected[name].bfloat16() if isinstance(params[name], DTensor) else expected[name]
         assert tensor.dtype == whole.dtype and torch.equal(tensor, whole), name
@@ -72,7 +72,7 @@ def check(mesh, gathers: Gather | None = None) -> dict[str, torch.Tensor]:
     assert tuple(f"{layer}.one.weight" for layer in layers) in stacks
     vectors = [item for item in items if names_of(item[0])[0] == "layers.0.norm"]
     assert [name.names for name, _ in vectors] == [names for names in stacks if "layers.1.norm" in names]
-    return found
+    return tensors
 
 
 @pytest.fixture
@@ -83,9 +83,9 @@ def one_process_group(tmp_path):
 
 
 def on_two_ranks(rank: int) -> None:
-    found = check(init_device_mesh("cpu", (WORLD,)))
+    shards = check(init_device_mesh("cpu", (WORLD,)))
     replicas = check(init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicas", "shards")))
-    assert all(torch.equal(tensor, replicas[name]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, replicas[name]) for name, tensor in shards.items())
     dist.barrier()
 
 
@@ -98,15 +98,15 @@ def test_one_rank_needs_no_gather(one_process_group, monkeypatch):
     check(init_device_mesh("cpu", (1,)))
 
 
-def test_another_form_comes_as_verl_sends_it(one_process_group):
+def test_tensors_of_other_placements_are_sent_as_by_verl(one_process_group):
     mesh = init_device_mesh("cpu", (1,))
     whole = {"a": distribute_tensor(torch.randn(4, 4), mesh, [Replicate()]), "b": torch.randn(3)}
-    found = dict(Gather().stream(whole, CPU, SyncStatistics()))
-    assert found["a"].dtype == torch.float32 and torch.equal(found["a"], whole["a"].full_tensor())
-    assert found["b"].dtype == torch.float32
+    sent = dict(Gather().stream(whole, CPU, SyncStatistics()))
+    assert sent["a"].dtype == torch.float32 and torch.equal(sent["a"], whole["a"].full_tensor())
+    assert sent["b"].dtype == torch.float32
 
 
-def test_a_norm_does_not_keep_its_layers_matrices(one_process_group, monkeypatch):
+def test_a_norms_tensor_does_not_keep_matrices_alive(one_process_group, monkeypatch):
     monkeypatch.setattr(gather, "TOGETHER_BYTES", 0)
     params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
     norms, matrices = [], []
@@ -119,19 +119,19 @@ def test_a_norm_does_not_keep_its_layers_matrices(one_process_group, monkeypatch
     assert len(norms) == 4 and len(matrices) == 4 and all(matrix() is None for matrix in matrices)
 
 
-def test_layers_are_gathered_together_up_to_a_bound(one_process_group, monkeypatch):
+def test_layers_are_gathered_together_up_to_a_limit(one_process_group, monkeypatch):
     params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
     of_a_layer = sum(2 * tensor.numel() for name, tensor in params.items() if name.startswith("layers.0."))
 
-    def spans(most: int) -> int:
-        monkeypatch.setattr(gather, "TOGETHER_BYTES", most)
+    def stacks_of_q(limit: int) -> int:
+        monkeypatch.setattr(gather, "TOGETHER_BYTES", limit)
         names = [names_of(name) for name, _ in Gather().stream(params, CPU, SyncStatistics())]
-        return sum(any(name.endswith("q.weight") for name in each) for each in names)
+        return sum(any(name.endswith("q.weight") for name in stack) for stack in names)
 
-    assert (spans(2 * of_a_layer), spans(2 * of_a_layer - 1), spans(0)) == (1, 2, 2)
+    assert (stacks_of_q(2 * of_a_layer), stacks_of_q(2 * of_a_layer - 1), stacks_of_q(0)) == (1, 2, 2)
 
 
-def test_what_is_not_alike_is_not_stacked(one_process_group):
+def test_excluded_weights_have_stacks_of_their_own(one_process_group):
     params = sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True)
     stream = Gather(lambda name: name.endswith("v.weight")).stream(params, CPU, SyncStatistics())
     stacks = [name.names for name, _ in stream if isinstance(name, Stack)]
@@ -140,7 +140,7 @@ def test_what_is_not_alike_is_not_stacked(one_process_group):
     assert "layers.0.k.weight" in of_q and "layers.0.v.weight" not in of_q
 
 
-def test_stacks_are_kept_from_sync_to_sync_and_found_again_for_other_parameters(one_process_group):
+def test_stacks_are_kept_between_syncs_and_rebuilt_for_other_parameters(one_process_group):
     gathers, mesh = Gather(), init_device_mesh("cpu", (1,))
     params = sharded(mesh).state_dict(keep_vars=True)
 
@@ -151,37 +151,37 @@ def test_stacks_are_kept_from_sync_to_sync_and_found_again_for_other_parameters(
     assert all(one is other for one, other in zip(first, stacks(params), strict=True))
     with torch.no_grad():
         params["layers.0.norm"].to_local().fill_(3.0)
-    found = dict(apart(gathers.stream(params, CPU, SyncStatistics())))
-    assert (found["layers.0.norm"] == 3).all(), "the stacks are kept, the weights are not"
+    tensors = dict(unstacked(gathers.stream(params, CPU, SyncStatistics())))
+    assert (tensors["layers.0.norm"] == 3).all(), "stale weights"
     narrower = params | {"layers.0.norm": distribute_tensor(torch.randn(64), mesh, [Shard(0)])}
-    assert len(dict(apart(gathers.stream(narrower, CPU, SyncStatistics())))["layers.0.norm"]) == 64
+    assert len(dict(unstacked(gathers.stream(narrower, CPU, SyncStatistics())))["layers.0.norm"]) == 64
     params.pop("layers.1.odd.weight")
     assert stacks(params) != first and "layers.1.odd.weight" not in dict(
-        apart(gathers.stream(params, CPU, SyncStatistics()))
+        unstacked(gathers.stream(params, CPU, SyncStatistics()))
     )
     check(mesh, gathers)
-    kept = [weakref.ref(tensor) for tensor in params.values()]
+    references = [weakref.ref(tensor) for tensor in params.values()]
     stacks(params)
-    del params, found, narrower
+    del params, tensors, narrower
     gc.collect()
-    assert all(before() is None for before in kept), "parameters that FSDP drops are not kept"
+    assert all(reference() is None for reference in references), "freed parameters are kept alive"
 
 
-def test_a_model_moves_between_syncs(one_process_group):
-    """As verl offloads it: a conversion of sharded parameters swaps tensors, which no reference of ours may forbid."""
+def test_a_model_may_be_offloaded_between_syncs(one_process_group):
+    """Moving sharded parameters swaps tensors, which torch refuses if we hold references to them."""
     model, gathers = sharded(init_device_mesh("cpu", (1,))), Gather()
-    before = dict(apart(gathers.stream(model.state_dict(keep_vars=True), CPU, SyncStatistics())))
+    before = dict(unstacked(gathers.stream(model.state_dict(keep_vars=True), CPU, SyncStatistics())))
     model.to("cpu", non_blocking=True)
-    after = dict(apart(gathers.stream(model.state_dict(keep_vars=True), CPU, SyncStatistics())))
+    after = dict(unstacked(gathers.stream(model.state_dict(keep_vars=True), CPU, SyncStatistics())))
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_tied_parameter_is_left_out_where_the_rollout_has_it_once(one_process_group):
+def test_a_tied_parameter_is_sent_once_if_the_rollout_ties_it_too(one_process_group):
     params = dict(sharded(init_device_mesh("cpu", (1,))).state_dict(keep_vars=True))
     params["head"] = params["embed.weight"]
     gathers, statistics = Gather(tied=True), SyncStatistics()
-    found = dict(apart(gathers.stream(params, CPU, statistics)))
-    assert "head" not in found and gathers.tied == {"head": "embed.weight"}
+    tensors = dict(unstacked(gathers.stream(params, CPU, statistics)))
+    assert "head" not in tensors and gathers.tied == {"head": "embed.weight"}
     assert statistics.stock_bytes == sum(tensor.nbytes for tensor in as_verl_sends(params).values())
     gathers = Gather()
-    assert "head" in dict(apart(gathers.stream(params, CPU, SyncStatistics()))) and gathers.tied == {}
+    assert "head" in dict(unstacked(gathers.stream(params, CPU, SyncStatistics()))) and gathers.tied == {}

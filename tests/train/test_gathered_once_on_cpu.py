@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl.gathered=batch`` in verl's engine under FSDP2 on two gloo processes: every bit is that of ``pass``, a
-decoder layer is gathered and quantized once a batch, and behind a batch nothing is gathered any more.
-"""
+"""``jetrl.gathered=batch`` in verl's engine under FSDP2 on two gloo processes: every bit is that of ``pass``, and a
+decoder layer is gathered and quantized once a batch."""
 
 from functools import partial
 from typing import Any
@@ -35,43 +34,43 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def is_sharded(engine) -> bool:
-    held = [layer for layer in quantized(engine.module) if layer.holds_qdata]
-    return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters()) and not held
+    has_qdata = any(layer.holds_qdata for layer in quantized(engine.module))
+    return all(isinstance(parameter, DTensor) for parameter in engine.module.parameters()) and not has_qdata
 
 
 def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
-    """Gathers of the groups that the decoder's layers have."""
+    """Gathers of each decoder layer's group."""
     decoder = getattr(engine.module, engine.module.base_model_prefix, engine.module)
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in decoder.layers]
     return [counts.pop(id(group)) for group in groups]
 
 
-def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: dict[str, Any]) -> None:
-    found = {}
+def every_bit_is_that_of_gathering_for_each_pass(rank: int, folder: str, options: dict[str, Any]) -> None:
+    runs = {}
     for gathered in ("pass", "batch"):
         engine = build(folder, gathered=gathered, **options)
         layers = quantized(engine.module)
         with gathers_counted() as counts:
             before = outputs(engine, rank)
             gathers = [of_decoder_layers(engine, counts)]
-            made = [max((layer.quantizations for layer in layers), default=0)]
+            quantizations = [max((layer.quantizations for layer in layers), default=0)]
             assert is_sharded(engine)
             norms = []
             for _ in range(STEPS):
                 norms.append(train(engine, rank))
                 gathers.append(of_decoder_layers(engine, counts))
-                made.append(max((layer.quantizations for layer in layers), default=0))
+                quantizations.append(max((layer.quantizations for layer in layers), default=0))
                 assert is_sharded(engine)
-        found[gathered] = [before, torch.tensor(norms), outputs(engine, rank), sent(engine)]
+        runs[gathered] = [before, torch.tensor(norms), outputs(engine, rank), sent(engine)]
 
         once = gathered == "batch"
         forward = 1 if once else MICRO_BATCHES
         both = 1 if once else 2 * MICRO_BATCHES
         assert gathers == [[forward] * 2, *[[both] * 2] * STEPS], (gathered, gathers)
         if layers:
-            assert made == [forward + step * both for step in range(STEPS + 1)], (gathered, made)
-    *first, weights = found["pass"]
-    *others, other_weights = found["batch"]
+            assert quantizations == [forward + step * both for step in range(STEPS + 1)], (gathered, quantizations)
+    *first, weights = runs["pass"]
+    *others, other_weights = runs["batch"]
     assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True))
     assert not torch.equal(first[0], first[2]), "nothing was learned"
     assert weights.keys() == other_weights.keys()
@@ -79,31 +78,31 @@ def every_bit_is_that_of_gathering_each_time(rank: int, folder: str, options: di
 
 
 def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
-    """But for a critic under FSDP1, which is verl's default where nobody asks for one."""
+    """Except a critic under FSDP1, verl's default strategy."""
     for role, name, ways in (("ref", "log_probs", ("fsdp2",)), ("critic", "values", ("fsdp2", "fsdp"))):
         for strategy in ways:
-            found = []
+            runs = []
             for gathered in ("pass", "batch"):
-                torch.manual_seed(0)  # of the critic's own head, which no folder has
+                torch.manual_seed(0)  # for the critic's head, which is not in the folder
                 engine = build(folder, role=role, strategy=strategy, gathered=gathered, ref="fp8", critic="fp8")
                 with gathers_counted() as counts:
-                    found.append(outputs(engine, rank, name))
+                    runs.append(outputs(engine, rank, name))
                 if strategy == "fsdp2":
                     expected = 1 if gathered == "batch" else MICRO_BATCHES
                     assert of_decoder_layers(engine, counts) == [expected] * 2, (role, gathered)
                     assert is_sharded(engine)
-            assert torch.equal(*found), (role, strategy)
+            assert torch.equal(*runs), (role, strategy)
 
 
 def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_forward: bool) -> None:
-    """In the second micro-batch, in a forward of the last layer, or in its backward."""
+    """In the second micro-batch, in the last layer's forward or backward."""
     engine = build(folder, gathered="batch", sharding=dict(reshard_after_forward=after_forward))
     for what in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
-        asked = []
+        calls = []
 
         def second_fails(*_):
-            asked.append(1)  # noqa: B023  (called in this turn alone)
-            if len(asked) == 2:  # noqa: B023
+            calls.append(1)  # noqa: B023  (called in this iteration alone)
+            if len(calls) == 2:  # noqa: B023
                 raise FloatingPointError("as a check of values may")
 
         hook = getattr(engine.module.model.layers[-1], what)(second_fails)
@@ -116,8 +115,8 @@ def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_for
         assert is_sharded(engine), what
 
 
-def flags_are_those_of_before(rank: int, folder: str) -> None:
-    """verl's ``fsdp_config.reshard_after_forward`` decides again behind a batch."""
+def flags_are_restored(rank: int, folder: str) -> None:
+    """verl's ``fsdp_config.reshard_after_forward`` decides again after a batch."""
     engine = build(folder)
     units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
     assert len(units) > 2
@@ -144,9 +143,9 @@ def folders(tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_weights_gathered_once_give_every_bit_of_those_gathered_for_each_pass(job, folders, cpu_platform):
+def test_weights_gathered_once_give_the_bits_of_those_gathered_each_pass(job, folders, cpu_platform):
     folder = folders["qwen3_moe" if job == "mixture" else "qwen3"]
-    run_in_two_processes(every_bit_is_that_of_gathering_each_time, folder, JOBS[job])
+    run_in_two_processes(every_bit_is_that_of_gathering_for_each_pass, folder, JOBS[job])
 
 
 @pytest.mark.parametrize("after_forward", [True, False])
@@ -158,5 +157,5 @@ def test_references_and_critics_gather_once_too(folders, cpu_platform):
     run_in_two_processes(references_and_critics_gather_once_too, folders["qwen3"])
 
 
-def test_behind_a_batch_verls_own_setting_decides_again(folders, cpu_platform):
-    run_in_two_processes(flags_are_those_of_before, folders["qwen3"])
+def test_after_a_batch_verls_own_setting_decides_again(folders, cpu_platform):
+    run_in_two_processes(flags_are_restored, folders["qwen3"])

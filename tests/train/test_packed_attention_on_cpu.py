@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``attn_implementation=jetrl_varlen``: right for packed and padded batches, sequences found once per pass, and what it
-refuses; also what stock transformers makes of packed batches.
-"""
+"""``attn_implementation=jetrl_varlen`` on packed and padded batches, and what it refuses; also how stock transformers
+reads packed batches."""
 
 import pytest
 import reference_operations as reference
@@ -26,16 +25,16 @@ CHANGES = {"mistral": dict(sliding_window=None)}
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 128), (3, 1, 40)])
 def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, head_dim, form):
-    ours = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim)]
-    exact = [x.detach().clone().requires_grad_() for x in ours]
-    out = attended(form, *ours, scaling=0.2)
-    want = reference.attention_by_formula(*exact, LENGTHS, 0.2)
+    inputs = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim)]
+    exact = [x.detach().clone().requires_grad_() for x in inputs]
+    out = attended(form, *inputs, scaling=0.2)
+    expected = reference.attention_by_formula(*exact, LENGTHS, 0.2)
     gradient = operands(heads, kv_heads, head_dim, seed=1)[0]
     out.backward(gradient)
-    want.backward(gradient)
-    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
-    for mine, theirs in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+    expected.backward(gradient)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    for x, exact_x in zip(inputs, exact, strict=True):
+        torch.testing.assert_close(x.grad, exact_x.grad, rtol=0, atol=1e-11)
 
 
 def tokens() -> list[torch.Tensor]:
@@ -62,18 +61,18 @@ def model(family: str, attention: str = JETRL_ATTENTION, **changes):
 
 @pytest.mark.parametrize("attention", [JETRL_ATTENTION, "sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_packed_or_padded_is_the_model_with_each_sequence_alone(family, attention):
-    """Ours, and transformers' own, which finds packed sequences in positions and builds a mask ``[T, T]``."""
-    ours, sequences = model(family, attention), tokens()
+def test_packed_and_padded_logits_are_those_of_each_sequence_alone(family, attention):
+    """Also with transformers' own, which reads packed sequences from positions and builds a mask ``[T, T]``."""
+    decoder, sequences = model(family, attention), tokens()
     batch, real = padded(sequences)
     with torch.no_grad():
         alone = torch.cat([model(family, "eager")(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
-        torch.testing.assert_close(ours(**packed(sequences), use_cache=False).logits[0], alone, rtol=0, atol=3e-6)
-        torch.testing.assert_close(ours(**batch, use_cache=False).logits[real], alone, rtol=0, atol=3e-6)
+        torch.testing.assert_close(decoder(**packed(sequences), use_cache=False).logits[0], alone, rtol=0, atol=3e-6)
+        torch.testing.assert_close(decoder(**batch, use_cache=False).logits[real], alone, rtol=0, atol=3e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_models_gradients_are_those_of_the_padded_stock_model(checkpointing):
+def test_gradients_are_those_of_the_padded_stock_model(checkpointing):
     def gradients(model: nn.Module, batch: dict, real) -> dict[str, torch.Tensor]:
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -83,40 +82,40 @@ def test_a_models_gradients_are_those_of_the_padded_stock_model(checkpointing):
         return {name: p.grad for name, p in model.named_parameters()}
 
     batch, real = padded(tokens())
-    ours = gradients(model("qwen3"), packed(tokens()), torch.ones(1, sum(LENGTHS), dtype=torch.bool))
+    packed_gradients = gradients(model("qwen3"), packed(tokens()), torch.ones(1, sum(LENGTHS), dtype=torch.bool))
     for name, gradient in gradients(model("qwen3", "sdpa"), batch, real).items():
-        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["packed", "padded"])
-def test_sequences_are_found_once_per_pass_also_where_layers_are_recomputed(monkeypatch, form):
-    found = []
+def test_packing_is_computed_once_a_pass_even_with_recomputed_layers(monkeypatch, form):
+    calls = []
     monkeypatch.setattr(
-        varlen_attention.Packing, "of", lambda *call, of=Packing.of: found.append(of(*call)) or found[-1]
+        varlen_attention.Packing, "of", lambda *call, of=Packing.of: calls.append(of(*call)) or calls[-1]
     )
-    ours = model("qwen3", num_hidden_layers=5)
-    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    ours.train()
+    decoder = model("qwen3", num_hidden_layers=5)
+    decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    decoder.train()
     for count in (1, 2):
         batch = packed(tokens()) if form == "packed" else padded(tokens())[0]
-        ours(**batch, use_cache=False).logits.sum().backward()
-        assert len(found) == count
-    assert found[0].cu_seqlens.tolist() == [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
+        decoder(**batch, use_cache=False).logits.sum().backward()
+        assert len(calls) == count
+    assert calls[0].cu_seqlens.tolist() == [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
 
 
-def test_positions_that_were_written_to_are_read_again():
-    ours, batch = model("qwen3"), packed([torch.arange(12)])
+def test_positions_changed_in_place_are_read_again():
+    decoder, batch = model("qwen3"), packed([torch.arange(12)])
     with torch.no_grad():
-        whole = ours(**batch, use_cache=False).logits
+        whole = decoder(**batch, use_cache=False).logits
         batch["position_ids"][0, 5:] -= 5
-        parts = ours(**batch, use_cache=False).logits
-        assert torch.equal(parts, ours(**packed([torch.arange(5), torch.arange(5, 12)]), use_cache=False).logits)
+        parts = decoder(**batch, use_cache=False).logits
+        assert torch.equal(parts, decoder(**packed([torch.arange(5), torch.arange(5, 12)]), use_cache=False).logits)
     assert not torch.allclose(parts, whole)
     with torch.inference_mode():
-        assert torch.equal(ours(**packed([torch.arange(12)]), use_cache=False).logits, whole)
+        assert torch.equal(decoder(**packed([torch.arange(12)]), use_cache=False).logits, whole)
 
 
-def test_no_mask_is_built():
+def test_varlen_attention_builds_no_mask():
     sequences = tokens()
     (batch, real), positions = padded(sequences), packed(sequences)["position_ids"]
     for mask, position_ids in ((None, positions), (batch["attention_mask"], batch["position_ids"])):
@@ -128,8 +127,8 @@ def test_no_mask_is_built():
         )
         stock = create_causal_mask(tiny_config("qwen3", attn_implementation="sdpa"), **arguments)
         assert stock.shape[-2:] == 2 * position_ids.shape[1:]
-        ours = create_causal_mask(tiny_config("qwen3", attn_implementation=JETRL_ATTENTION), **arguments)
-        assert ours is None if mask is None else torch.equal(ours, real)
+        varlen = create_causal_mask(tiny_config("qwen3", attn_implementation=JETRL_ATTENTION), **arguments)
+        assert varlen is None if mask is None else torch.equal(varlen, real)
 
 
 def config(**changes):
@@ -139,10 +138,7 @@ def config(**changes):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (
-            dict(dropout=0.1),
-            "with attention_dropout=0.1 .*: its backward has none. Set .*attention_dropout=0",
-        ),
+        (dict(dropout=0.1), "with attention_dropout=0.1 .*: its backward has none. Set .*attention_dropout=0"),
         (dict(sliding_window=64), "whose layers attend to windows, .* whole sequences. Set actor_rollout_ref.*=sdpa"),
         (dict(softcap=30.0), "soft-capped scores or attention sinks"),
         (dict(s_aux=torch.zeros(2)), "soft-capped scores or attention sinks"),
@@ -151,7 +147,7 @@ def config(**changes):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_what_it_does_not_do_is_refused(options, sentence):
+def test_unsupported_attention_options_are_refused(options, sentence):
     with pytest.raises(ValueError, match=f"{sentence}|{sentence} is not supported with attn_implementation=jetrl"):
         attended("packed", *operands(2, 1, 8), **options)
 
@@ -166,7 +162,7 @@ def test_what_it_does_not_do_is_refused(options, sentence):
         (dict(value=torch.zeros(1, 2, 4, 16)), "queries, keys and values of 8, 8 and 16 features per head"),
     ],
 )
-def test_a_call_that_does_not_say_where_sequences_are_is_refused(change, sentence):
+def test_a_call_without_the_bounds_of_sequences_is_refused(change, sentence):
     call = dict(query=torch.zeros(1, 2, 4, 8), position_ids=torch.arange(4)[None], attention_mask=None)
     call |= dict(key=call["query"], value=call["query"]) | change
     with pytest.raises(ValueError, match=f"{sentence} is not supported with attn_implementation=jetrl_varlen: "):
@@ -191,20 +187,20 @@ def test_masks_that_are_not_causal_within_sequences_are_refused():
 
 
 def test_generation_is_refused():
-    ours = model("qwen3")
+    decoder = model("qwen3")
     with torch.no_grad(), pytest.raises(ValueError, match="a cache of keys and values .* Set use_cache=False"):
-        ours.generate(torch.arange(5)[None], attention_mask=torch.ones(1, 5), max_new_tokens=3, do_sample=False)
+        decoder.generate(torch.arange(5)[None], attention_mask=torch.ones(1, 5), max_new_tokens=3, do_sample=False)
 
 
 def test_a_saved_folder_names_no_attention(tmp_path):
-    """With the field that verl writes into a configuration beside the argument."""
+    """Also with the field that verl writes into a configuration."""
     import verl.utils.model
 
     from jetrl_verl.patches.attention_name import CONFIGURATION
 
     CONFIGURATION.apply()
-    ours = model("qwen3")
-    verl.utils.model.update_model_config(ours.config, {"attn_implementation": JETRL_ATTENTION, "rope_theta": 1e6})
-    ours.save_pretrained(tmp_path)
+    decoder = model("qwen3")
+    verl.utils.model.update_model_config(decoder.config, {"attn_implementation": JETRL_ATTENTION, "rope_theta": 1e6})
+    decoder.save_pretrained(tmp_path)
     assert all("jetrl" not in file.read_text() for file in tmp_path.glob("*.json"))
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"

@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``attn_implementation=jetrl_varlen`` on a GPU: packed and padded batches against torch's sdpa in FP32 by sequence,
-and a whole model, whose layers wait for the device once per pass.
-"""
+"""``attn_implementation=jetrl_varlen`` on a GPU: packed and padded batches against torch's sdpa in FP32, and a whole
+model, whose layers wait for the device once per pass."""
 
 import pytest
 import reference_operations as reference
@@ -42,8 +41,8 @@ def test_fp32_queries_are_cast_under_autocast():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_model_packed_is_the_model_with_each_sequence_alone(head_dim):
-    """Its layers wait for the device once per pass: a second model of more layers waits as often."""
+def test_packed_logits_are_those_of_each_sequence_alone(head_dim):
+    """Its layers wait for the device once per pass: a model with more layers waits as often."""
     register()
     sequences = [torch.randint(0, 64, (n,), device="cuda") for n in LENGTHS]
     inputs = dict(

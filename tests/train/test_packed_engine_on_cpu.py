@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's engine with packed sequences and without flash-attn, FSDP2 on two gloo processes: every precision, every role,
-what a checkpoint says of the attention, and Ulysses sequence parallelism.
-"""
+"""verl's engine with packed sequences and without flash-attn, FSDP2 on two gloo processes: every precision and role,
+the attention named in a checkpoint, and Ulysses."""
 
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,15 @@ outputs = partial(engines.outputs, lengths=LENGTHS)
 
 
 def rows_of_the_table() -> dict[str, dict[str, Any]]:
-    """Precision -> fields of ``JetConfig`` as its group composes them, on a CPU; without those that differ from an
-    earlier one in the loss alone."""
-    found: dict[str, dict[str, Any]] = {"bf16": {}}
+    """Precision -> fields of ``JetConfig`` in its group; without precisions that differ in the loss alone."""
+    rows: dict[str, dict[str, Any]] = {"bf16": {}}
     with initialize_config_module("verl.trainer.config", version_base=None):
         for precision in PRECISIONS[1:]:
             fields = OmegaConf.to_container(compose("ppo_trainer", overrides=[f"precision={precision}"]).jetrl)
             del fields["precision"]
-            if fields not in found.values():
-                found[precision] = fields
-    return found
+            if fields not in rows.values():
+                rows[precision] = fields
+    return rows
 
 
 def every_precision_takes_packed_steps(rank: int, folder: str, rows: dict[str, dict[str, Any]]) -> None:
@@ -47,7 +45,7 @@ def every_precision_takes_packed_steps(rank: int, folder: str, rows: dict[str, d
         if options.get("operations") == "shared":
             assert torch.equal(packed, padded), precision
         if precision == "bf16":
-            # What a sequence would say that saw the ones before it.
+            # Log-probabilities of sequences that attend to the ones before them.
             data = batch(rank, LENGTHS)
             for part in data["position_ids"].unbind()[1::2]:
                 part += 24
@@ -84,9 +82,9 @@ def every_role_takes_packed_batches_and_saves(rank: int, folder: str, root: str)
             assert loaded.config._attn_implementation == "sdpa"
 
 
-def ranks_that_share_tokens_compute_what_one_does(rank: int, folder: str) -> None:
+def ranks_that_share_tokens_give_the_outputs_of_one(rank: int, folder: str) -> None:
     alone, shared = build(folder), build(folder, ulysses=WORLD)
-    # The same sequences on both ranks, which share them in one of the engines.
+    # The same sequences on both ranks; Ulysses splits them.
     assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.05
     norms = [train(engine, 5, lengths=LENGTHS) for engine in (alone, shared)]
     assert rank or norms[1] == pytest.approx(norms[0], rel=0.02)
@@ -106,9 +104,9 @@ def test_every_precision_takes_packed_steps(folder, cpu_platform):
     run_in_two_processes(every_precision_takes_packed_steps, folder, rows)
 
 
-def test_every_role_takes_packed_batches_and_a_saved_checkpoint_names_no_attention(folder, tmp_path, cpu_platform):
+def test_every_role_takes_packed_batches_and_saves_no_attention_name(folder, tmp_path, cpu_platform):
     run_in_two_processes(every_role_takes_packed_batches_and_saves, folder, str(tmp_path))
 
 
-def test_ranks_that_share_tokens_compute_what_one_does(folder, cpu_platform):
-    run_in_two_processes(ranks_that_share_tokens_compute_what_one_does, folder)
+def test_ranks_that_share_tokens_give_the_outputs_of_one(folder, cpu_platform):
+    run_in_two_processes(ranks_that_share_tokens_give_the_outputs_of_one, folder)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses around the shared operations: every value has the bits that it has on one rank, gradients follow."""
+"""Ulysses around the shared operations: every value has the bits that it has on one rank, gradients are close."""
 
 from functools import partial
 from pathlib import Path
@@ -17,11 +17,11 @@ from two_processes import joined, run_in_processes, run_in_two_processes
 from jetrl_verl import kernels
 
 LENGTHS = (7, 1, 40, 23)
-"""71 tokens: no number of ranks divides them, and slices begin within a sequence."""
+"""71 tokens, a prime number: slices begin within a sequence."""
 
 
 def batch(packed: bool, micro_batches: int = 1) -> TensorDict:
-    """The sequences in verl's jagged form, in so many micro-batches of as many sequences."""
+    """The sequences in verl's jagged form, in equal micro-batches."""
     from verl.utils import tensordict_utils as tu
 
     generator = torch.Generator().manual_seed(0)
@@ -39,31 +39,31 @@ def batch(packed: bool, micro_batches: int = 1) -> TensorDict:
 
 
 def log_probs(engine, packed: bool, micro_batches: int = 1) -> torch.Tensor:
-    """Of the tokens behind another of their sequence, one sequence after another. verl's entry of a sequence's last
-    token is about what comes next in its micro-batch, which belongs to another sequence."""
+    """Of every sequence's tokens from the second on. verl's entry of a sequence's last token is about the next sequence
+    of its micro-batch."""
     with engine.eval_mode():
-        found = engine.infer_batch(batch(packed, micro_batches))["model_output"]["log_probs"]
-    return torch.cat([sequence[:-1] for sequence in found.unbind()])
+        rows = engine.infer_batch(batch(packed, micro_batches))["model_output"]["log_probs"]
+    return torch.cat([row[:-1] for row in rows.unbind()])
 
 
 def step(engine, packed: bool, micro_batches: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
-    """The gradient's norm, which verl reports on one rank alone, and every parameter's gradient, whole; of FSDP1, whose
-    parameters are one flat piece a layer, no gradients."""
+    """The gradient's norm, which verl reports on one rank alone, and every parameter's whole gradient; none with FSDP1,
+    whose parameters are flat vectors."""
     from verl.workers.utils.losses import sft_loss
 
-    found, norms = {}, []
-    take = engine.optimizer_step
+    gradients, norms = {}, []
+    stock = engine.optimizer_step
 
     def watched():
         if engine.engine_config.strategy == "fsdp2":
-            found.update({name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()})
-        norms.append(take())
+            gradients.update({name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()})
+        norms.append(stock())
         return norms[0]
 
     engine.optimizer_step = watched
     with engine.train_mode():
         engine.train_batch(batch(packed, micro_batches), partial(sft_loss, None))
-    return float(norms[0]), found
+    return float(norms[0]), gradients
 
 
 def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
@@ -71,20 +71,20 @@ def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
     alone, split = build(folder, **options), build(folder, ulysses=2, **options)
     padded = build(folder, **options)
     assert split.module.is_gradient_checkpointing is checkpointing
-    want = log_probs(alone, True)
-    assert torch.equal(log_probs(split, True), want)
-    assert torch.equal(log_probs(padded, False), want)
+    expected = log_probs(alone, True)
+    assert torch.equal(log_probs(split, True), expected)
+    assert torch.equal(log_probs(padded, False), expected)
 
-    # The same batch on both ranks: two equal gradients averaged, or one summed over both slices of it.
+    # The same batch on both ranks: two equal gradients averaged, or the gradients of both slices added.
     (norm, gradients), (split_norm, split_gradients) = step(alone, True), step(split, True)
     assert split_norm == pytest.approx(norm, rel=0.02)
     for name, gradient in gradients.items():
-        # The weight's gradient is quantized along tokens, by groups of 128 that a slice cuts elsewhere.
+        # The operands of a weight's gradient are quantized in groups of 128 tokens, which a slice cuts elsewhere.
         error = (split_gradients[name] - gradient).norm()
         assert error < 0.06 * gradient.norm() + 1e-6, (name, float(error / gradient.norm()))
-    # Behind an update that differs in rounding alone.
+    # After an update that differs in rounding alone.
     moved, split_moved = log_probs(alone, True), log_probs(split, True)
-    assert not torch.equal(moved, want)
+    assert not torch.equal(moved, expected)
     torch.testing.assert_close(split_moved, moved, atol=0.05, rtol=0.05)
 
 
@@ -100,7 +100,7 @@ def test_log_probabilities_are_those_of_one_rank(cpu_platform, tmp_path, family,
 
 def every_arrangement(rank: int, folder: str) -> None:
     options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4}, rollout_ranks=2)
-    found, moved, norms, gradients = {}, {}, {}, {}
+    outputs, moved, norms, gradients = {}, {}, {}, {}
     for name, micro_batches, arrangement in (
         ("FSDP2", 1, {}),
         ("FSDP2, no activation recomputed", 1, dict(checkpointing=False)),
@@ -115,28 +115,28 @@ def every_arrangement(rank: int, folder: str) -> None:
         ("Ulysses under FSDP1, accumulated", 2, dict(strategy="fsdp", ulysses=2)),
     ):
         engine = build(folder, **options, **arrangement)
-        found[name] = log_probs(engine, True, micro_batches)
+        outputs[name] = log_probs(engine, True, micro_batches)
         if "ulysses" not in arrangement:
-            found[f"{name}, padded"] = log_probs(engine, False, micro_batches)
+            outputs[f"{name}, padded"] = log_probs(engine, False, micro_batches)
         norms[name], gradients[name] = step(engine, True, micro_batches)
         moved[name] = log_probs(engine, True, micro_batches)
     whole = build(folder, **options | dict(rollout_ranks=1))
-    assert not torch.equal(log_probs(whole, True), found["FSDP2"]), "ranks round"
-    for name, values in found.items():
-        assert torch.equal(values, found["FSDP2"]), name
+    assert not torch.equal(log_probs(whole, True), outputs["FSDP2"]), "sums of ranks are rounded"
+    for name, values in outputs.items():
+        assert torch.equal(values, outputs["FSDP2"]), name
     for name, values in moved.items():
         assert norms[name] == pytest.approx(norms["FSDP2"], rel=1e-3), name
-        assert not torch.equal(values, found["FSDP2"]), f"{name} took no step"
+        assert not torch.equal(values, outputs["FSDP2"]), f"{name} took no step"
         torch.testing.assert_close(values, moved["FSDP2"], atol=0.05, rtol=0.05)
-    # What is recomputed has the bits of what was kept, so the whole step has.
-    kept = "FSDP2, no activation recomputed"
-    assert norms[kept] == norms["FSDP2"] and torch.equal(moved[kept], moved["FSDP2"])
-    assert all(torch.equal(gradient, gradients["FSDP2"][name]) for name, gradient in gradients[kept].items())
+    # Recomputed activations have the bits of stored ones.
+    stored = "FSDP2, no activation recomputed"
+    assert norms[stored] == norms["FSDP2"] and torch.equal(moved[stored], moved["FSDP2"])
+    assert all(torch.equal(gradient, gradients["FSDP2"][name]) for name, gradient in gradients[stored].items())
 
 
-def test_the_sums_of_a_rollouts_ranks_are_those_of_every_arrangement_of_the_trainer(cpu_platform, tmp_path):
-    """FSDP and HSDP do not touch a forward's bits, nor do Ulysses and the cut into micro-batches; two replicas of one
-    rank each hold all weights."""
+def test_every_arrangement_of_the_trainer_repeats_the_rollouts_sums(cpu_platform, tmp_path):
+    """FSDP, HSDP, Ulysses and micro-batches change no bit of a forward; two replicas of one rank each have all
+    weights."""
     sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
     tiny_model("qwen3", **sizes).save_pretrained(tmp_path)
     run_in_two_processes(every_arrangement, str(tmp_path))
@@ -152,8 +152,8 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
         tokens = 72
         cu_seqlens = torch.tensor([0, 7, 8, 48, tokens], dtype=torch.int32)
         positions = torch.cat([torch.arange(int(n)) for n in cu_seqlens.diff()])[None]
-        mine = slice(rank * tokens // world, (rank + 1) * tokens // world)
-        assert torch.equal(sequence_parallel.whole(positions[:, mine]), positions)
+        part = slice(rank * tokens // world, (rank + 1) * tokens // world)
+        assert torch.equal(sequence_parallel.whole(positions[:, part]), positions)
         heads = max(4, world)
         for key_heads in (1, 2, heads):
             generator = torch.Generator().manual_seed(key_heads)
@@ -165,15 +165,15 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
             whole = [x.clone().requires_grad_() for x in operands]
             expected = kernels.attention(*whole, cu_seqlens, 40, 128**-0.5)
             expected.backward(gradient)
-            local = [x[mine].clone().requires_grad_() for x in operands]
+            local = [x[part].clone().requires_grad_() for x in operands]
             out = kernels.attention(*sequence_parallel.by_heads(*local), cu_seqlens, 40, 128**-0.5)
             out = sequence_parallel.by_tokens(out)
-            assert torch.equal(out, expected[mine])
-            out.backward(gradient[mine])
-            for ours, theirs in zip(local, whole, strict=True):
+            assert torch.equal(out, expected[part])
+            out.backward(gradient[part])
+            for x, whole_x in zip(local, whole, strict=True):
                 # A key head that ranks share has its gradient summed over them, in BF16.
-                torch.testing.assert_close(ours.grad, theirs.grad[mine], atol=0.02, rtol=0.02)
-        set_ulysses_sequence_parallel_group(None)  # the process is kept for the next test
+                torch.testing.assert_close(x.grad, whole_x.grad[part], atol=0.02, rtol=0.02)
+        set_ulysses_sequence_parallel_group(None)  # the process is reused
 
 
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])

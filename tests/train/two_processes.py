@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a function in two processes joined by gloo, or in any number of them that join as they like.
-
-The processes are kept for the next test: importing torch, verl and vLLM takes each of them ten seconds, and two dozen
-tests ask for them. A test whose environment differs, or that comes behind one that failed, gets new ones.
-"""
+"""Runs a function in two processes joined by gloo, or in any number of processes that are not joined. Processes are
+reused: importing torch, verl and vLLM takes ten seconds. A changed environment or a failure starts new ones."""
 
 import os
 import sys
@@ -23,13 +20,13 @@ WORLD = 2
 
 
 class ProcessFailed(AssertionError):
-    """The function raised in one of the processes, or a process ended; the message has the traceback."""
+    """The function raised in a process, whose traceback is the message, or a process ended."""
 
 
 @contextmanager
 def joined(rank: int, world: int, store: str | Path, backend: str = "gloo") -> Iterator[None]:
-    """A group of ``world`` processes; ``store`` is a file of this group alone, which need not exist."""
-    # Ranks as torchrun gives them, for code that reads the environment.
+    """A group of ``world`` processes; ``store`` is the path of a new file."""
+    # As torchrun sets them.
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world)
     yield
@@ -41,7 +38,7 @@ def _serve(number: int, jobs: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            sys.path[:] = jobs.recv()  # before the function, which is found by its module's name
+            sys.path[:] = jobs.recv()  # before the function, which is unpickled by its module's name
             function, args = jobs.recv()
         except EOFError:
             break
@@ -59,8 +56,8 @@ def _serve(number: int, jobs: Connection) -> None:
     os._exit(0)
 
 
-class _Kept:
-    """Processes that wait for work, and the environment that they were started in."""
+class _Pool:
+    """Idle processes and the environment that they were started in."""
 
     def __init__(self) -> None:
         self.environment: dict[str, str] = {}
@@ -73,11 +70,11 @@ class _Kept:
             self.environment = environment
         context = mp.get_context("spawn")
         for number in range(len(self.processes), count):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(number, theirs), daemon=True)
+            parent, child = context.Pipe()
+            process = context.Process(target=_serve, args=(number, child), daemon=True)
             process.start()
-            theirs.close()
-            self.processes.append((process, ours))
+            child.close()
+            self.processes.append((process, parent))
         return self.processes[:count]
 
     def end(self) -> None:
@@ -88,7 +85,7 @@ class _Kept:
         self.processes = []
 
 
-_KEPT = _Kept()
+_POOL = _Pool()
 
 
 def _run_joined(rank: int, store: str, function: Callable[..., None], args: tuple) -> None:
@@ -98,7 +95,7 @@ def _run_joined(rank: int, store: str, function: Callable[..., None], args: tupl
 
 def run_in_processes(count: int, function: Callable[..., None], *args) -> None:
     """``function(number, *args)`` in each of ``count`` processes, not joined; an exception in any is raised here."""
-    running = _KEPT.take(count)
+    running = _POOL.take(count)
     try:
         for _, connection in running:
             connection.send(sys.path)
@@ -110,12 +107,12 @@ def run_in_processes(count: int, function: Callable[..., None], *args) -> None:
                 try:
                     failure = connection.recv()
                 except EOFError:
-                    failure = "it ended without a word"
+                    failure = "it ended without a message"
                 if failure:
                     raise ProcessFailed(f"process {number} of {count}: {failure}")
     except BaseException:
-        # One that waits for another that failed would wait for ever, and a time limit may have ended the wait here.
-        _KEPT.end()
+        # A process would wait for a failed one for ever; a time limit may have raised here.
+        _POOL.end()
         raise
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The package is what a driver, a worker or a command imports: entry points and ``_target_``s reach every module."""
+"""Entry points and ``_target_``s reach every module: the package has only what a driver, worker or command imports."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def closure(package: Path, roots: Iterable[str]) -> set[str]:
     """Modules of ``package`` that the roots import, directly or not, also inside functions and by name.
 
     ``import_module(f"{package}.{name}")`` reaches the modules there whose name is a string in a file that is reached;
-    beside ``iter_modules`` it reaches all of them.
+    in a file with ``iter_modules`` it reaches all of them.
 
     Args:
         package: folder of ``jetrl_verl``. roots: names below the package, of modules or of something in them.

@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which package may import which: one table, every file of the package, no import cycle.
 
-Imports count anywhere in a file, as do strings that name a module (``"jetrl_verl.x.y:attribute"``); ``import_module``
-of a name built at run time counts as every module that its fixed part leads to. A ``_target_`` in a YAML file does not
-count: Hydra resolves it in the worker.
-"""
+Imports count anywhere in a file, and so do strings that name a module (``"jetrl_verl.x.y:attribute"``)."""
 
 import ast
 import os
@@ -27,7 +24,7 @@ DIRECTION: dict[str, set[str]] = {
     "models": {"reference", "kernels", "formats"},
     "nn": {"reference", "kernels", "formats", "models"},
     "sync": {"reference", "kernels", "formats", "models", "nn"},
-    # Replaced functions of verl and vLLM need nothing of ours: `jetrl patch` writes them into a checkout.
+    # Replaced functions of verl and vLLM import nothing else: `jetrl patch` writes them into a checkout.
     "patches": set(),
     "metrics": {"reference", "kernels", "formats", "models", "nn", "sync", "patches"},
     "config": {"reference", "formats", "models", "patches"},
@@ -38,7 +35,7 @@ DIRECTION: dict[str, set[str]] = {
         "checkpoint",
     },
     "rollout": {"reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config"},
-    # What `_target_` in YAML files names, by which verl enters the package.
+    # Classes that `_target_` names in YAML files.
     "targets": {
         *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
         *("checkpoint", "train", "rollout"),
@@ -47,7 +44,7 @@ DIRECTION: dict[str, set[str]] = {
         *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
         *("checkpoint", "train", "rollout"),
     },
-    # What verl and the shell start.
+    # Entry points of verl and the shell.
     "cpu_platform": {"patches"},
     "plugin": {"patches", "config", "train", "cpu_platform"},
     "cli": {"config", "checkpoint", "patches", "tools"},
@@ -71,7 +68,7 @@ TOOLS: dict[str, set[str]] = {
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 
-# What must stay usable and testable without verl, vLLM, Ray or Hydra; one module binds kernels of vLLM's wheel.
+# Usable and testable without verl, vLLM, Ray or Hydra; one module binds kernels of vLLM's wheel.
 WITHOUT_FRAMEWORKS = ("reference", "kernels", "formats", "models", "nn")
 FRAMEWORKS = {"verl", "vllm", "ray", "hydra", "omegaconf", "transformers"}
 BINDINGS = {"kernels.vllm_kernels": {"vllm"}}
@@ -79,8 +76,8 @@ BINDINGS = {"kernels.vllm_kernels": {"vllm"}}
 
 # --- the walker ------------------------------------------------------------------------------------------------------
 
-OURS = re.compile(rf"{NAME}((?:\.\w+)+)\.?(?::[\w.]*)?")
-"""A string that names a module of ours; the group is the path below the package."""
+MODULE = re.compile(rf"{NAME}((?:\.\w+)+)\.?(?::[\w.]*)?")
+"""A string that names a module of the package; the group is the path below it."""
 
 
 def modules_of(package: Path) -> dict[str, Path]:
@@ -108,7 +105,7 @@ def names_in(tree: ast.AST, package: list[str]) -> Iterator[str]:
             base = ".".join([*base, *([node.module] if node.module else [])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if match := OURS.fullmatch(node.value):
+            if match := MODULE.fullmatch(node.value):
                 yield NAME + match[1]
         elif isinstance(node, ast.Call) and node.args:
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -128,27 +125,27 @@ def _imported_by_name(argument: ast.expr, package: list[str]) -> Iterator[str]:
 
 
 def imports_of(package: Path) -> dict[str, dict[str, set[str]]]:
-    """Of each module of ``package``: ``ours``, the modules of the package that it imports, and ``others``."""
+    """Imports of each module of ``package``: ``own``, modules of the package, and ``others``."""
     modules = modules_of(package)
     imports = {}
     for module, path in modules.items():
         inside = module if path.name == "__init__.py" else module.rpartition(".")[0]
         names = set(names_in(ast.parse(path.read_text()), [NAME, *filter(None, inside.split("."))]))
-        ours: set[str] = set()
+        own: set[str] = set()
         for name in (name.removeprefix(f"{NAME}.") for name in names if name.startswith(f"{NAME}.")):
             if name.endswith("*"):
-                ours |= {other for other in modules if other.startswith(name[:-1])}
+                own |= {other for other in modules if other.startswith(name[:-1])}
                 continue
             while name not in modules and name:
                 name = name.rpartition(".")[0]
-            ours.add(name)
+            own.add(name)
         others = {name for name in names if name.split(".")[0] != NAME}
-        imports[module] = {"ours": ours - {module, ""}, "others": others}
+        imports[module] = {"own": own - {module, ""}, "others": others}
     return imports
 
 
-def circles(edges: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
-    """Sets of more than one node of which each reaches each other."""
+def cycles(edges: Mapping[str, Iterable[str]]) -> set[frozenset[str]]:
+    """Sets of nodes that all reach each other."""
     reach = {}
     for node in edges:
         seen, todo = set(), list(edges[node])
@@ -184,8 +181,8 @@ def imports() -> dict[str, dict[str, set[str]]]:
 
 
 @pytest.fixture(scope="module")
-def ours(imports) -> dict[str, set[str]]:
-    return {module: names["ours"] for module, names in imports.items()}
+def own(imports) -> dict[str, set[str]]:
+    return {module: names["own"] for module, names in imports.items()}
 
 
 def packages_in(folder: Path) -> set[str]:
@@ -193,34 +190,34 @@ def packages_in(folder: Path) -> set[str]:
     return {module.split(".")[0] for module in modules_of(folder) if module}
 
 
-def test_the_tables_know_every_package_and_point_one_way(ours):
-    assert ours[""] == set(), "jetrl_verl/__init__.py is imported by all and must import nothing of ours"
+def test_the_tables_list_every_package_and_have_no_cycle(own):
+    assert own[""] == set(), "jetrl_verl/__init__.py is imported by all and must import no module of the package"
     for table, folder in ((DIRECTION, ROOT / NAME), (TOOLS, ROOT / NAME / "tools")):
         assert set(table) == packages_in(folder)
         for row, (name, allowed) in enumerate(table.items()):
             assert {entry.split(".")[0] for entry in allowed} <= set(list(table)[:row]), name
 
 
-def test_packages_import_only_what_the_table_allows(ours):
-    assert against(DIRECTION, {module: imported for module, imported in ours.items() if module}) == set()
+def test_packages_import_only_what_the_table_allows(own):
+    assert against(DIRECTION, {module: imported for module, imported in own.items() if module}) == set()
 
 
-def test_commands_import_only_what_their_table_allows(ours):
+def test_commands_import_only_what_their_table_allows(own):
     prefix = "tools."
     inside = {
         module.removeprefix(prefix): {name.removeprefix(prefix) for name in imported if name.startswith(prefix)}
-        for module, imported in ours.items()
+        for module, imported in own.items()
         if module.startswith(prefix)
     }
-    assert ours["tools"] == set() and against(TOOLS, inside) == set()
+    assert own["tools"] == set() and against(TOOLS, inside) == set()
 
 
-def test_no_files_import_each_other_in_a_circle(ours):
-    assert circles(ours) == set()
+def test_no_import_cycles(own):
+    assert cycles(own) == set()
 
 
 @pytest.mark.parametrize("package", WITHOUT_FRAMEWORKS)
-def test_what_computes_imports_no_framework(imports, package):
+def test_numerics_import_no_framework(imports, package):
     for module in (module for module in imports if module.split(".")[0] == package):
         others = {name.split(".")[0] for name in imports[module]["others"]}
         assert others & FRAMEWORKS <= BINDINGS.get(module, set()), module
@@ -259,13 +256,13 @@ def tree(tmp_path):
 )
 def test_the_walker_sees_every_form_of_import(tree, line):
     folder = tree({"__init__.py": "", "kernels/late.py": line, "train/__init__.py": "", "train/engine.py": ""})
-    assert "train.engine" in imports_of(folder)["kernels.late"]["ours"]
+    assert "train.engine" in imports_of(folder)["kernels.late"]["own"]
 
 
-def test_the_walker_leaves_out_what_is_no_import(tree):
+def test_the_walker_ignores_strings_that_are_no_import(tree):
     text = '"""See jetrl_verl.train.engine."""\nimport_module("os.path")\nWORDS = "jetrl_verl: failed", "jetrl_verl"\n'
     folder = tree({"__init__.py": "", "kernels/late.py": text, "train/engine.py": ""})
-    assert imports_of(folder)["kernels.late"] == {"ours": set(), "others": {"os.path"}}
+    assert imports_of(folder)["kernels.late"] == {"own": set(), "others": {"os.path"}}
 
 
 def test_the_walker_follows_a_link_to_a_folder(tree, tmp_path):
@@ -273,10 +270,10 @@ def test_the_walker_follows_a_link_to_a_folder(tree, tmp_path):
     (tmp_path / "patches").mkdir()
     (tmp_path / "patches" / "fix.py").write_text("from jetrl_verl.train import engine\n")
     (folder / "patches").symlink_to("../patches", target_is_directory=True)
-    assert imports_of(folder)["patches.fix"]["ours"] == {"train.engine"}
+    assert imports_of(folder)["patches.fix"]["own"] == {"train.engine"}
 
 
-def test_circles_are_found():
+def test_cycles_are_detected():
     edges = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}}
-    assert circles(edges) == {frozenset("abc"), frozenset("fg")}
-    assert circles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()
+    assert cycles(edges) == {frozenset("abc"), frozenset("fg")}
+    assert cycles({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == set()

@@ -66,7 +66,7 @@ def test_entry_points_are_installed_as_declared_and_resolve():
         entry.load()
 
 
-def test_a_gpu_run_fails_where_one_of_its_processes_fails_or_there_is_no_gpu():
+def test_a_gpu_run_fails_if_a_process_fails_or_there_is_no_gpu():
     status_of = runpy.run_path(str(ROOT / "scripts/run_tests.py"))["status_of"]
     assert [status_of(x) for x in ({0}, {0, 5}, {5}, {0, 1}, {0, -9}, {4})] == [0, 0, 5, 1, 1, 1]
 
@@ -93,7 +93,7 @@ def test_the_page_of_options_names_every_precision_and_every_option():
         assert option == "precision" or f"`jetrl.{option}`" in page, option
 
 
-def test_links_of_readme_and_docs_lead_somewhere():
+def test_links_of_readme_and_docs_exist():
     folders = ("docs", "recipes", "benchmarks")
     for page in (*ROOT.glob("*.md"), *(path for folder in folders for path in sorted((ROOT / folder).rglob("*.md")))):
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)|<img[^>]* src=\"([^\"]+)\"", page.read_text()):

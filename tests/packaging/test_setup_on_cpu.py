@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/setup.py decides; nothing is installed here."""
+"""Decisions of scripts/setup.py; nothing is installed."""
 
 import ctypes
 import importlib.util
@@ -47,7 +47,7 @@ def finished_environment(setup, stack: str, key: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("version", [(3, 10), (3, 13)])
-def test_another_python_is_refused_in_one_sentence_that_says_what_to_type(setup, monkeypatch, version):
+def test_another_python_is_refused_with_a_remedy(setup, monkeypatch, version):
     monkeypatch.setattr(sys, "version_info", (*version, 0))
     with pytest.raises(SystemExit) as refusal:
         setup.check_platform()
@@ -55,7 +55,7 @@ def test_another_python_is_refused_in_one_sentence_that_says_what_to_type(setup,
     assert "needs Python 3.11 or 3.12" in sentence and "PYTHON3=" in sentence and "\n" not in sentence
 
 
-def test_a_gpu_that_answers_gets_the_gpu_stack(setup, monkeypatch):
+def test_a_working_gpu_gets_the_gpu_stack(setup, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: answering_driver(gpus=2, cuda_version=13000))
     assert setup.probe_gpu() == ("gpu", "2 x NVIDIA H200 answers")
 
@@ -66,13 +66,13 @@ def test_a_driver_without_a_usable_gpu_gets_the_cpu_stack(setup, monkeypatch, dr
     assert setup.probe_gpu()[0] == "cpu"
 
 
-def test_a_driver_too_old_for_the_pinned_torch_stops_instead_of_taking_the_cpu_stack(setup, monkeypatch):
+def test_a_driver_too_old_for_the_pinned_torch_stops_the_setup(setup, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: answering_driver(gpus=1, cuda_version=12080))
     with pytest.raises(SystemExit, match=r"CUDA 12\.8 .*STACK=cpu"):
         setup.probe_gpu()
 
 
-def test_the_second_set_up_starts_nothing(setup, monkeypatch, capsys):
+def test_a_second_setup_starts_nothing(setup, monkeypatch, capsys):
     finished_environment(setup, "cpu")
 
     def nothing_may_run(*args, **kwargs):
@@ -84,7 +84,7 @@ def test_the_second_set_up_starts_nothing(setup, monkeypatch, capsys):
     assert "up to date" in capsys.readouterr().out
 
 
-def test_an_interrupted_set_up_is_done_again(setup, monkeypatch):
+def test_an_interrupted_setup_is_repeated(setup, monkeypatch):
     finished_environment(setup, "cpu", key="unfinished")
     started = []
     monkeypatch.setattr(setup, "make_venv", lambda *stacks: started.append(stacks))
@@ -95,7 +95,7 @@ def test_an_interrupted_set_up_is_done_again(setup, monkeypatch):
     assert setup.read_stamp() == ("cpu", setup.fingerprint("cpu"))
 
 
-def test_one_stack_is_never_installed_over_the_other(setup, monkeypatch):
+def test_another_stack_gets_a_new_environment(setup, monkeypatch):
     finished_environment(setup, "cpu")
     version = "{}.{}.{}".format(*sys.version_info[:3])
     (setup.VENV / "pyvenv.cfg").write_text(f"version = {version}\n")
@@ -106,8 +106,8 @@ def test_one_stack_is_never_installed_over_the_other(setup, monkeypatch):
     assert not setup.VENV.exists()
 
 
-def test_an_activated_environment_hands_over_to_the_python_it_was_made_from(setup, monkeypatch):
-    """Else it would remove itself halfway when the stack changes."""
+def test_setup_in_the_activated_environment_restarts_with_the_base_python(setup, monkeypatch):
+    """It would otherwise delete its own interpreter when the stack changes."""
 
     class Replaced(Exception):
         pass
@@ -125,7 +125,7 @@ def test_an_activated_environment_hands_over_to_the_python_it_was_made_from(setu
     assert argv == [base, "scripts/setup.py", "--stack", "cpu"]
 
 
-def test_pips_index_reaches_uv_and_the_users_own_uv_setting_wins(setup, monkeypatch):
+def test_uv_gets_pips_index_unless_the_user_sets_its_own(setup, monkeypatch):
     listing = (
         ":env:.index-url='the-environments-index'\n"
         "global.index-url='the-files-index'\n"

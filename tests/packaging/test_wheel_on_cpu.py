@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel: Python alone where nothing can be compiled, else one for every Python 3 of this platform."""
+"""The wheel: only Python without nvcc, else compiled for every Python 3 of this platform."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ LIBRARY = "jetrl_verl/kernels/libjetrl_sm90.so"
 FILES = [path for suffix in ("py", "yaml") for path in (ROOT / "jetrl_verl").rglob(f"*.{suffix}")]
 PACKAGE = {path.relative_to(ROOT).as_posix() for path in FILES}
 PACKAGE |= {f"jetrl_verl/patches/{path.name}" for path in (ROOT / "patches").glob("*.py")}
-"""What every wheel holds; patches/ lies at the top of the tree and is imported as jetrl_verl.patches."""
+"""Files of every wheel; patches/ at the top of the tree is imported as jetrl_verl.patches."""
 
 
 def path_of(name: str) -> str:
@@ -41,7 +41,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
-    """A copy of what a wheel is made from, on a machine without nvcc."""
+    """A copy of the sources of a wheel, without nvcc on PATH."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
@@ -59,7 +59,7 @@ def built(tree: Path, what: str, pattern: str) -> Path:
     return file
 
 
-def test_without_nvcc_the_wheel_of_the_source_archive_holds_python_alone(tree, tmp_path_factory):
+def test_without_nvcc_the_wheel_has_only_python(tree, tmp_path_factory):
     unpacked = tmp_path_factory.mktemp("sdist")
     with tarfile.open(built(tree, "sdist", "*.tar.gz")) as files:
         files.extractall(unpacked, filter="data")
@@ -82,7 +82,7 @@ def test_an_editable_install_finds_the_patches(tree, tmp_path):
     assert Path(run.stdout.strip()).resolve() == tree / "patches" / "source.py", run.stderr
 
 
-def test_what_was_compiled_travels_and_names_the_platform_and_the_commit(tree):
+def test_a_compiled_wheel_has_the_library_the_platform_and_the_commit(tree):
     (tree / "scripts" / "build_csrc.py").write_text(COMPILER)
     (tree / ".gitignore").write_text("build/\n*.egg-info/\n*.whl\n")
     git = ["git", "-C", str(tree), "-c", "user.name=Test", "-c", "user.email=test@localhost"]
@@ -103,18 +103,18 @@ def test_what_was_compiled_travels_and_names_the_platform_and_the_commit(tree):
         (("GLIBC_2.14", "GLIBCXX_3.4.9", "GLIBCXX_3.4.30"), "2_35"),
     ],
 )
-def test_the_platform_is_the_oldest_that_has_every_symbol(tmp_path, symbols, glibc):
+def test_the_platform_tag_is_the_oldest_with_every_symbol(tmp_path, symbols, glibc):
     (tmp_path / "lib.so").write_bytes(b"\x7fELF\0" + b"".join(symbol.encode() + b"\0" for symbol in symbols))
     assert platform_tag([tmp_path / "lib.so"]) == f"manylinux_{glibc}_{platform.machine()}"
 
 
-def test_a_libstdcxx_that_is_not_known_is_an_error(tmp_path):
+def test_an_unknown_libstdcxx_is_an_error(tmp_path):
     (tmp_path / "lib.so").write_bytes(b"\0GLIBCXX_3.4.99\0")
     with pytest.raises(ValueError, match="GLIBCXX_3.4.99; add it to build_wheel.py"):
         platform_tag([tmp_path / "lib.so"])
 
 
-def test_the_library_of_a_built_wheel_has_no_python_and_finds_torch_and_cuda_by_name(tmp_path):
+def test_the_library_of_a_built_wheel_links_torch_and_cuda_and_no_python(tmp_path):
     """The wheel that ``make wheel`` left in dist/, or ``JETRL_WHEEL``: compiling takes longer than a test may."""
     named = os.environ.get("JETRL_WHEEL")
     wheels = [Path(named)] if named else sorted((ROOT / "dist").glob("*.whl"), key=lambda path: path.stat().st_mtime)

@@ -60,7 +60,7 @@ def test_route(tokens, experts, k, renormalize):
     assert got[1].shape == want[1].shape and not ((got[1] - want[1]).abs() > 1e-6).any()
 
 
-def test_equal_logits_go_to_the_lowest_numbers_and_both_zeros_are_equal():
+def test_ties_choose_the_lowest_expert_and_both_zeros_tie():
     logits = torch.zeros(4, 8)
     logits[1] = -0.0
     logits[2, 3] = -0.0
@@ -72,7 +72,7 @@ def test_equal_logits_go_to_the_lowest_numbers_and_both_zeros_are_equal():
     assert torch.equal(weights[:3], torch.full((3, 4), 0.25))
 
 
-def test_logits_that_are_no_numbers_give_weights_that_are_none():
+def test_inf_and_nan_logits_give_nan_weights():
     logits = torch.zeros(3, 8)
     logits[0, 6] = torch.nan
     logits[1, 2] = torch.inf
@@ -86,18 +86,18 @@ def test_logits_that_are_no_numbers_give_weights_that_are_none():
 def test_segments(experts_of, align):
     experts = 60 if experts_of.shape[1] == 4 else 8
     got, want = (f(experts_of, experts, align) for f in (triton_kernels.segments, reference.segments))
-    for name, mine, theirs in zip(("row", "pair", "start"), got, want, strict=True):
-        assert torch.equal(mine, theirs), name
+    for name, actual, desired in zip(("row", "pair", "start"), got, want, strict=True):
+        assert torch.equal(actual, desired), name
 
 
-def test_segments_of_no_pair_and_of_more_pieces_than_are_added_up_at_once(monkeypatch):
+def test_segments_of_no_pair_and_of_many_pieces(monkeypatch):
     none = torch.zeros(0, 2, dtype=torch.int32)
     assert [t.tolist() for t in triton_kernels.segments(none, 4, 128)] == [[], [], [0] * 5]
     set_of(monkeypatch, "segments", _PIECE=32, _TILE=16)
     many = chosen(300, 4, 2)
     assert many.numel() > 16 * 32
-    for mine, theirs in zip(triton_kernels.segments(many, 4, 16), reference.segments(many, 4, 16), strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, desired in zip(triton_kernels.segments(many, 4, 16), reference.segments(many, 4, 16), strict=True):
+        assert torch.equal(actual, desired)
 
 
 PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (40, 8, 2), (41, 8, 2)]
@@ -106,7 +106,7 @@ PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (40, 8
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), PERMUTED)
-def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize, monkeypatch):
+def test_route_and_permute_matches_its_separate_operations(tokens, experts, k, renormalize, monkeypatch):
     """Bits of the operations that it stands for, weights included: a decoded token is a training step's."""
     set_of(monkeypatch, "route_and_permute", _MOST_TOKENS=40, _PAIRS=64)
     logits = normal(tokens, experts).float() * 3
@@ -117,14 +117,14 @@ def test_choice_and_rows_in_few_launches(tokens, experts, k, renormalize, monkey
     experts_of, expected = triton_kernels.route(logits, k, renormalize)
     assert torch.equal(weights, expected)
     wanted = reference.segments(experts_of, experts, 1)
-    for name, mine, theirs in zip(where._fields, where, wanted, strict=True):
-        assert torch.equal(mine, theirs), name
+    for name, actual, desired in zip(where._fields, where, wanted, strict=True):
+        assert torch.equal(actual, desired), name
     gathered = reference.gather_quantized(x, wanted.pair, k)
     assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
     assert torch.equal(rows.scales, gathered.scales)
 
 
-def test_every_program_chooses_alike_also_where_logits_are_no_numbers():
+def test_every_program_routes_alike_also_with_inf_and_nan():
     logits = normal(9, 8).float()
     logits[2, 6], logits[4, 1], logits[5, 3] = torch.nan, torch.inf, -torch.inf
     x = reference.quantize_1x128(normal(9, 128), "fp32")
@@ -181,8 +181,8 @@ def test_gradients_of_tokens_are_quantized_both_ways_in_segments(experts_of, exp
     odd = torch.empty(dout.numel() + 1, dtype=dout.dtype)[1:].view_as(dout).copy_(dout)
     for x in (dout, odd):
         got = triton_kernels.gather_quantize_1x128_and_128x1(x, where.pair, k, rule)
-        for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
-            assert_same_qdata(mine, theirs)
+        for actual, desired in zip(before(where.start, *got), before(where.start, *want), strict=True):
+            assert_same_qdata(actual, desired)
 
 
 @pytest.mark.parametrize(("experts_of", "experts", "rule"), SEGMENTS_OF_128)
@@ -303,16 +303,16 @@ def assert_close_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
 def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
     """Both layouts are those of one BF16 gradient."""
     where = reference.segments(experts_of, experts, 128)
-    held = where.pair >= 0
+    filled = where.pair >= 0
     gate_up = normal(len(where.pair), 512, seed=3) * 2
     dy = normal(len(where.pair), 256, seed=4)
-    gate_up[~held], dy[~held] = 0, 0
+    gate_up[~filled], dy[~filled] = 0, 0
     weights = torch.rand(experts_of.shape[::-1]).t()
     call = dy, gate_up, weights, where.pair, rule
     *got, dweights = triton_kernels.weighted_silu_mul_backward_quantize(*call)
     *want, exact = operation.reference_weighted_silu_mul_backward_quantize(*call)
-    for mine, theirs in zip(before(where.start, *got), before(where.start, *want), strict=True):
-        assert_close_qdata(mine, theirs)
+    for actual, desired in zip(before(where.start, *got), before(where.start, *want), strict=True):
+        assert_close_qdata(actual, desired)
     assert (dweights - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
@@ -328,6 +328,6 @@ COPIES = [call for call in self_check.calls() if call.name in WITHOUT_ROUNDING]
 
 
 @pytest.mark.parametrize("call", COPIES, ids=lambda call: call.name)
-def test_the_doctors_self_check_of_what_the_interpreter_does_not_round(call, monkeypatch):
+def test_doctor_self_check_of_operations_without_rounding(call, monkeypatch):
     monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("triton", "reference"))
     assert list(self_check._of_call(call, torch.device("cpu"))) == [(call.subject, call.name, "triton", "")]

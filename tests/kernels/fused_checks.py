@@ -79,7 +79,7 @@ def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
             assert_same_bits(total, summed)
 
 
-def check_norm_behind_experts(case: Callable, m: int, k: int, rule: str, device: str, slots: int = 2) -> None:
+def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: str, slots: int = 2) -> None:
     """With and without qdata, behind ``slots`` experts of each of ``m`` tokens, of which the first has none."""
     experts = slots + 3
     experts_of = torch.arange(m)[:, None] * 5 + torch.arange(slots).flip(0)
@@ -87,14 +87,14 @@ def check_norm_behind_experts(case: Callable, m: int, k: int, rule: str, device:
     assert not where.start[1] and (m < 2 or slots < 2 or where.row.flatten().tolist() != list(range(m * slots)))
     y, row = bf16(case, m * slots, k, device), where.row.to(device)
     residual, weight = bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
-    behind = residual, weight, EPS
+    of_norm = residual, weight, EPS
     # Of the plain kernels, as above.
-    normed, total = triton_kernels.add_rms_norm(triton_kernels.combine(y, row), *behind)
-    for got, want in zip(triton_kernels.combine_add_rms_norm(y, row, *behind), (normed, total), strict=True):
+    normed, total = triton_kernels.add_rms_norm(triton_kernels.combine(y, row), *of_norm)
+    for got, want in zip(triton_kernels.combine_add_rms_norm(y, row, *of_norm), (normed, total), strict=True):
         assert_same_bits(got, want)
     qdata = reference.quantize_1x128(normed.cpu(), rule)
     for with_normed in (True, False):
-        call = y, row, *behind, rule, with_normed
+        call = y, row, *of_norm, rule, with_normed
         rows, own_total, q = triton_kernels.combine_add_rms_norm_quantize_1x128(*call)
         assert_same_bytes(q, qdata)
         assert_same_bits(own_total, total)
@@ -132,7 +132,7 @@ def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: s
         assert_same_bytes(got, want)
 
 
-CHECKS = (check_norm, check_norm_behind_experts, check_silu_mul, check_silu_mul_backward)
+CHECKS = (check_norm, check_norm_after_experts, check_silu_mul, check_silu_mul_backward)
 
 
 def qdata_in(results) -> list[torch.Tensor]:
@@ -142,5 +142,5 @@ def qdata_in(results) -> list[torch.Tensor]:
     if isinstance(results, QuantizedTensor):
         return qdata_in((results.qdata, results.scales, results.source))
     if isinstance(results, (tuple, list)):
-        return [tensor for each in results for tensor in qdata_in(each)]
+        return [tensor for result in results for tensor in qdata_in(result)]
     return []

@@ -7,14 +7,14 @@ import pytest
 import torch
 from backends import triton_kernels
 from contract_inputs import gaussian
-from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_behind_experts
+from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_after_experts
 from quantizer_checks import check_all_quantizers
 from slow import one_rule_fast, slow
 
 from jetrl_verl import reference
 from jetrl_verl.reference import SCALE_RULES
 
-NORMS = (check_norm, check_norm_behind_experts)
+NORMS = (check_norm, check_norm_after_experts)
 
 
 @pytest.mark.parametrize(("case", "rule"), one_rule_fast(INPUTS))
@@ -33,12 +33,12 @@ def test_operations_that_quantize_more_than_a_tile_of_rows(monkeypatch, check):
 @pytest.mark.parametrize(
     ("m", "k", "slots"), [(1, 2048, 8), (1, 128, 1), (5, 768, 8), slow(33, 128, 3), slow(9, 1024, 1)]
 )
-def test_the_norm_behind_any_number_of_experts(monkeypatch, m, k, slots):
+def test_combine_add_rms_norm_of_any_number_of_experts(monkeypatch, m, k, slots):
     with canaries(monkeypatch):
-        check_norm_behind_experts(gaussian, m, k, "fp32", "cpu", slots)
+        check_norm_after_experts(gaussian, m, k, "fp32", "cpu", slots)
 
 
-def test_what_the_norm_behind_experts_adds_up_is_the_references_sum():
+def test_combine_add_rms_norm_sums_as_the_reference():
     """Of whole numbers, whose sums need no rounding, which the interpreter does otherwise."""
     generator = torch.Generator().manual_seed(0)
     y, residual = (torch.randint(-9, 10, (rows, 256), generator=generator).bfloat16() for rows in (21, 7))

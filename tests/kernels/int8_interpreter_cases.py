@@ -13,7 +13,7 @@ from jetrl_verl import reference
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 300), (17, 256), (2, 9000)])
-def test_the_quantizer_has_the_bytes_of_the_reference(case, shape):
+def test_the_quantizer_matches_the_reference(case, shape):
     x = case(*shape)
     assert_same_bytes(triton_kernels.quantize_int8(x), reference.quantize_int8(x))
 
@@ -25,7 +25,7 @@ def test_leading_dimensions_strides_and_empty_batches():
 
 
 @pytest.mark.parametrize("shape", [(65, 130, 300), (1, 256, 256), (130, 66, 128), (3, 5, 0), (0, 128, 128)])
-def test_gemm_is_the_reference(shape):
+def test_gemm_matches_the_reference(shape):
     """In every bit without a bias; the interpreter rounds a fused multiply-add twice, and it truncates to BF16."""
     m, n, k = shape
     a, b = reference.quantize_int8(heavy_tailed(m, k)), reference.quantize_int8(gaussian(n, k))

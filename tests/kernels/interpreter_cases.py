@@ -16,7 +16,7 @@ from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor,
 
 @pytest.mark.parametrize("shape", [slow((3, 300)), (132, 150)])
 @pytest.mark.parametrize(("case", "rule"), one_rule_fast(CASES))
-def test_every_quantizer_has_the_bytes_of_the_reference(case, shape, rule):
+def test_every_quantizer_matches_the_reference(case, shape, rule):
     check_all_quantizers(triton_kernels, case(*shape), rule, "cpu")
 
 
@@ -38,7 +38,7 @@ def test_leading_dimensions_and_strides_of_the_input():
 
 
 @pytest.mark.parametrize("operation", ["quantize_128x128_and_transpose", "quantize_1x128_and_128x1"])
-def test_a_row_whose_stride_means_nothing(operation):
+def test_a_single_row_with_an_arbitrary_stride(operation):
     x = gaussian(3, 133)[:1, :132]
     assert x.is_contiguous() and x.stride(0) == 133
     got, want = getattr(triton_kernels, operation)(x, "fp32"), getattr(reference, operation)(x, "fp32")
@@ -46,7 +46,7 @@ def test_a_row_whose_stride_means_nothing(operation):
         assert_same_bytes(one, other)
 
 
-def test_transposed_qdata_start_their_rows_aligned_and_end_them_with_zeros():
+def test_transposed_qdata_have_aligned_rows_padded_with_zeros():
     qdata = triton_kernels.quantize_128x1(gaussian(130, 5), "fp32").qdata
     assert qdata.stride() == (256, 1)
     padding = torch.as_strided(qdata.view(torch.uint8), (5, 126), (256, 1), 130)
@@ -54,7 +54,7 @@ def test_transposed_qdata_start_their_rows_aligned_and_end_them_with_zeros():
 
 
 @pytest.mark.parametrize("quantize", ["quantize_1x128", "quantize_128x1", "quantize_128x128"])
-def test_unknown_rule_is_refused_by_name(quantize):
+def test_an_unknown_scale_rule_raises(quantize):
     with pytest.raises(ValueError, match="unknown scale rule 'mx'"):
         getattr(triton_kernels, quantize)(gaussian(2, 128), "mx")
 
@@ -91,7 +91,7 @@ def test_gemm_reads_the_layouts_that_the_quantizers_write(b_block_scaled):
 @pytest.mark.parametrize(
     ("ranks", "with_bias"), [(1, False), slow(1, True), slow(2, False), (2, True), slow(4, False), slow(4, True)]
 )
-def test_products_of_ranks_are_rounded_and_added_in_their_order(ranks, with_bias):
+def test_rank_products_are_rounded_and_added_in_order(ranks, with_bias):
     """Of small integers, whose FP32 sums are exact; a BF16 number is cut here where a GPU rounds it."""
 
     def cut(x: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def test_products_of_ranks_are_rounded_and_added_in_their_order(ranks, with_bias
         assert torch.equal(triton_kernels.gemm_nt_of_ranks(a, b, ranks, bias, tile=tile), got)
 
 
-def test_slices_that_cut_a_block_are_refused():
+def test_slices_that_cut_a_k_block_raise():
     a, b = reference.quantize_1x128(gaussian(3, 384), "fp32"), reference.quantize_128x128(gaussian(5, 384), "fp32")
     with pytest.raises(ValueError, match="K = 384 does not divide into 2 slices of multiples of 128"):
         kernels.gemm_nt_of_ranks(a, b, 2)

@@ -34,5 +34,5 @@ def every_maximum() -> torch.Tensor:
 def assert_seen(got: torch.Tensor, heads: torch.Tensor) -> None:
     """``got``: what a kernel says attention sees of ``heads``, in every bit, signs of zeros too; any NaN is a NaN."""
     pair = got.cpu(), dequantize_heads(quantize_heads(heads))
-    mine, theirs = (x.view(torch.int16).masked_fill(x.isnan(), 0x7FC0) for x in pair)
-    assert mine.shape == theirs.shape and torch.equal(mine, theirs)
+    actual, desired = (x.view(torch.int16).masked_fill(x.isnan(), 0x7FC0) for x in pair)
+    assert actual.shape == desired.shape and torch.equal(actual, desired)

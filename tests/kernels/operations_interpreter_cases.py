@@ -73,7 +73,7 @@ def test_block_sums(shapes):
     alone = matrices[-1].clone().zero_()
     alone[:2, :8] = matrices[-1][:2, :8]
     want = (words[0] * int(constants[0]) + words[1] * int(constants[16])) % 2**64
-    assert [int(each) % 2**64 for each in triton_kernels.block_sums([alone], constants)] == [want, 0]
+    assert [int(value) % 2**64 for value in triton_kernels.block_sums([alone], constants)] == [want, 0]
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])
@@ -97,7 +97,7 @@ def test_rms_norm_of_unaligned_and_strided_rows():
 
 @pytest.mark.parametrize("tokens", [0, 1, 6])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(5, 2), (1, 1)])
-def test_heads_are_normalized_where_they_lie(tokens, heads, kv_heads):
+def test_heads_are_normalized_in_place(tokens, heads, kv_heads):
     qkv, weight = normal(tokens, (heads + 2 * kv_heads) * 128), normal(128, seed=2)
     for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], dim=-1):
         x = x.unflatten(-1, (-1, 128))
@@ -118,7 +118,7 @@ def test_heads_are_normalized_where_they_lie(tokens, heads, kv_heads):
     ],
     ids=["start", "stride", "transposed", "narrow"],
 )
-def test_heads_that_loads_do_not_fit_are_copied(x):
+def test_misaligned_heads_are_copied(x):
     assert not _are_heads_in_place(x)
     weight = normal(x.shape[-1], seed=2)
     copied = triton_kernels.rms_norm(x.contiguous(), weight, EPS)
@@ -147,7 +147,7 @@ def test_rotary_and_back(tokens, heads, kv_heads, dtype):
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (5, 3, 3), (2, 9, 5), (0, 2, 2)])
-def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(tokens, heads, kv_heads):
+def test_norm_rotary_matches_norm_then_rotary(tokens, heads, kv_heads):
     """Heads of a merged projection, of a tensor of their own, and some that lie off 16-byte boundaries."""
     positions = torch.randint(0, 64, (tokens,))
     weights, rows = (normal(128, seed=2), normal(128, seed=3)), normal(tokens, (heads + 2 * kv_heads) * 128 + 4)
@@ -161,7 +161,7 @@ def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(tokens, heads, kv_h
             assert x.is_contiguous() and torch.equal(x, want)
 
 
-def test_a_position_without_angles_gives_nan_and_reads_nothing():
+def test_positions_outside_the_table_give_nan():
     """The rows beside the table hold numbers, so reading them would show."""
     table, positions = torch.ones(66, 128).bfloat16(), torch.tensor([63, 64, -1, 2**40, 0])
     table[1:-1] = TABLE
@@ -253,7 +253,7 @@ def test_log_probs_of_a_row_with_nan_is_nan():
 
 
 @pytest.mark.parametrize("columns", [1, 99, 4096, 4097, 9001])
-def test_drawn_tokens_log_probs_and_ranks(columns):
+def test_drawn_tokens_with_log_probs_and_ranks(columns):
     """The reference's tokens; the bits that the trainer has for them; the ranks of a sort."""
     rows = 8
     logits = normal(rows, columns + 3).float()[:, :columns] * 3
@@ -264,22 +264,22 @@ def test_drawn_tokens_log_probs_and_ranks(columns):
     tokens, normalized = triton_kernels.draw(logits, temperature, *seeds)
     expected, _ = reference_draw(logits, temperature, *seeds)
     assert torch.equal(tokens, expected)
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, temperature, normalized)
-    assert torch.equal(found, triton_kernels.log_probs(logits, tokens[:, None], temperature))
-    assert found.isfinite().all()
+    got, ranks = triton_kernels.drawn_log_probs(logits, tokens, temperature, normalized)
+    assert torch.equal(got, triton_kernels.log_probs(logits, tokens[:, None], temperature))
+    assert got.isfinite().all()
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
     assert (ranks >= 1).all() and (columns < 99 or (ranks > 1).any())
 
 
-def test_every_row_of_many_has_its_own_result(monkeypatch):
+def test_draw_of_many_rows_in_several_groups(monkeypatch):
     """More rows than are read together, with a rest, in two chunks."""
     monkeypatch.setattr(log_probs, "ROWS_TOGETHER", 16)
     logits, rows = normal(40, 4100).float() * 3, 40
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
     tokens, normalized = triton_kernels.draw(logits, torch.ones(rows), *seeds)
     assert torch.equal(tokens, reference_draw(logits, torch.ones(rows), *seeds)[0])
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalized)
-    assert (found[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
+    got, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(rows), normalized)
+    assert (got[:, 0] - logits.log_softmax(1).gather(1, tokens[:, None])[:, 0]).abs().max() < 1e-5
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
     for some in (slice(7, 8), slice(30, 40)):
         again, of = triton_kernels.draw(logits[some], torch.ones(rows)[some], *seeds[:, some])
@@ -292,24 +292,24 @@ def test_a_chunk_without_a_token_is_never_drawn_from():
     logits[:, 4100], logits[:, 9000] = 0.0, -2.0
     tokens, normalized = triton_kernels.draw(logits, torch.ones(16), torch.arange(16), torch.arange(16))
     assert set(tokens.tolist()) == {4100, 9000}
-    found, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(16), normalized)
+    got, ranks = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(16), normalized)
     exact = torch.tensor([0.0, -2.0]).log_softmax(0)[(tokens == 9000).long()]
-    assert (found[:, 0] - exact).abs().max() < 1e-6
+    assert (got[:, 0] - exact).abs().max() < 1e-6
     assert torch.equal(ranks, 1 + (tokens == 9000).long())
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_without_a_softmax_draws_a_token_and_reports_nan(value):
+def test_a_row_without_a_softmax_gives_a_token_and_nan(value):
     logits = normal(3, 5000).float()
     logits[1] = value
     logits[2, 4500] = value if value != -torch.inf else torch.nan
     tokens, normalized = triton_kernels.draw(logits, torch.ones(3), torch.arange(3), torch.arange(3))
-    found, _ = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(3), normalized)
-    assert found[0].isfinite() and found[1:].isnan().all()
+    got, _ = triton_kernels.drawn_log_probs(logits, tokens, torch.ones(3), normalized)
+    assert got[0].isfinite() and got[1:].isnan().all()
     assert ((tokens >= 0) & (tokens < 5000)).all()
 
 
-def test_the_least_likely_token_is_drawn_by_the_first_or_last_uniform():
+def test_tiny_shares_are_drawn_at_their_place():
     """Shares of 1e-12, below what FP32 noise of one column can tell apart."""
     mass = torch.tensor([1.0, 1e-12, 3.0, 0.0]).double()
     for share, place in ((0.0, 0), (0.2499, 0), (0.25 + 1e-13, 1), (0.2501, 2), (1.0, 2)):
@@ -328,12 +328,12 @@ def chosen(mass: torch.Tensor, share: float) -> int:
     return int(out)
 
 
-def test_log_probs_of_many_tokens_of_a_row_need_no_copy_of_them():
+def test_log_probs_of_an_expanded_token_matrix():
     logits = normal(3, 5000).float()
-    every = torch.arange(5000).expand(3, 5000)
-    found = triton_kernels.log_probs(logits, every, torch.ones(3))
-    assert torch.equal(found, triton_kernels.log_probs(logits, every.contiguous(), torch.ones(3)))
-    assert (found.exp().sum(dim=1) - 1).abs().max() < 1e-5
+    tokens = torch.arange(5000).expand(3, 5000)
+    got = triton_kernels.log_probs(logits, tokens, torch.ones(3))
+    assert torch.equal(got, triton_kernels.log_probs(logits, tokens.contiguous(), torch.ones(3)))
+    assert (got.exp().sum(dim=1) - 1).abs().max() < 1e-5
 
 
 def caches(x: torch.Tensor) -> list[torch.Tensor]:
@@ -360,9 +360,9 @@ def test_quantize_and_dequantize_kv(tokens, heads, in_part):
     if in_part:  # of one merged projection
         k, v = torch.cat([k, v], dim=1).split([heads, heads], dim=1)
     got, want = triton_kernels.quantize_kv(k, v), dispatch.implementation("quantize_kv", "reference")(k, v)
-    for mine, theirs in zip(got, want, strict=True):
-        assert mine.dtype == theirs.dtype
-        assert same(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (mine, theirs)))
+    for actual, desired in zip(got, want, strict=True):
+        assert actual.dtype == desired.dtype
+        assert same(*(x.view(torch.uint8) if x.itemsize == 1 else x for x in (actual, desired)))
     for seen in (triton_kernels.dequantize_kv(*got[:4]), triton_kernels.quantize_dequantize_kv(k, v)):
         assert all(same(a, b) for a, b in zip(seen, want[4:], strict=True))
 
@@ -377,17 +377,17 @@ def check_what_is_seen_of(heads: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("first", SCALES[::23])
-def test_every_bf16_number_at_every_scale_is_seen_as_the_reference_has_it(first):
+def test_every_bf16_value_at_every_scale_matches_the_reference(first):
     for exponent in range(first, first + 23):
         check_what_is_seen_of(every_number(exponent))
 
 
-def test_a_head_of_every_maximum_is_seen_as_the_reference_has_it():
+def test_heads_of_every_maximum_match_the_reference():
     check_what_is_seen_of(every_maximum())
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_heads_that_are_no_words_where_they_lie_are_seen_all_the_same(keep):
+def test_heads_at_odd_addresses_and_strides(keep):
     """At an odd address, with odd strides between tokens and between features."""
     rows = normal(9, 515)
     odd = rows[:, 1:257].unflatten(1, (2, 128)), rows[:, 257:513].unflatten(1, (128, 2)).transpose(1, 2)
@@ -396,8 +396,8 @@ def test_heads_that_are_no_words_where_they_lie_are_seen_all_the_same(keep):
     assert all(same(a.float(), b.float()) for a, b in zip(quantize(*odd), want[-6 if keep else -2 :], strict=True))
     at_an_odd_address = rows.flatten()[1 : 1 + 9 * 256].view(9, 2, 128)
     assert at_an_odd_address.data_ptr() % 4 and at_an_odd_address.is_contiguous()
-    found = triton_kernels.quantize_dequantize_kv(at_an_odd_address, at_an_odd_address)
-    assert same(found[0], dequantize_heads(quantize_heads(at_an_odd_address)))
+    got = triton_kernels.quantize_dequantize_kv(at_an_odd_address, at_an_odd_address)
+    assert same(got[0], dequantize_heads(quantize_heads(at_an_odd_address)))
 
 
 @pytest.mark.parametrize("block_size", [16, 48])
@@ -445,7 +445,7 @@ def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["NHD", "HND"])
-def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order):
+def test_norm_rotary_write_matches_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order):
     """In both of vLLM's layouts; what no token is stored to stays as it was."""
     (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
     weights = normal(128, seed=2), normal(128, seed=3)
@@ -463,7 +463,7 @@ def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_a_copy(toke
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
-def test_the_write_into_an_fp8_cache_has_the_bits_of_norm_rotary_and_write_kv(tokens, heads, kv_heads, block_size):
+def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(tokens, heads, kv_heads, block_size):
     (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
     weights = normal(128, seed=2), normal(128, seed=3)
     q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)

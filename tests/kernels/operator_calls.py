@@ -63,7 +63,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         out, lse = getattr(torch.ops.jetrl, name)(*packed)
         return normal(TOKENS, HEADS, 128, seed=3), *packed[:4], out, lse, *packed[4:]
 
-    found = {
+    arguments = {
         "quantize_1x128": (x.view(2, 20, 256), "fp32"),
         "quantize_128x1": (x, "fp32"),
         "quantize_1x128_and_128x1": (x, "pow2"),
@@ -130,4 +130,4 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "drawn_log_probs": (logits, drawn[0], temperature, *drawn[1:]),
     }
     column = kernels.platform_of(torch.device(device))
-    return {name: call for name, call in found.items() if column in kernels.BACKENDS[name]}
+    return {name: call for name, call in arguments.items() if column in kernels.BACKENDS[name]}

@@ -110,14 +110,14 @@ def test_many_more_blocks_than_run_at_once(cluster):
     assert different(requests.decode(cluster), requests.flash_attention()) == 0
 
 
-def test_pages_of_heads_in_front_of_tokens():
+def test_pages_with_heads_before_tokens():
     requests = Requests(torch.randint(1, 900, (64,)), page_size=32)
     want = requests.flash_attention()
     requests.pages = requests.pages.transpose(2, 3).contiguous().transpose(2, 3)
     assert different(requests.decode(), want) == 0
 
 
-def test_decode_gives_what_the_trainer_computes_for_whole_sequences():
+def test_decode_equals_the_trainers_whole_sequences():
     """Every token of four sequences as a decode step of its own, and the sequences packed."""
     lengths = [900, 1, 333, 64]
     requests = Requests(lengths)
@@ -147,7 +147,7 @@ def test_in_a_cuda_graph_with_padded_requests(cluster):
         assert different(out[some], requests.flash_attention()[some]) == 0 and (out[~some] == 0).all()
 
 
-def test_the_path_without_the_library_has_the_same_bits():
+def test_the_path_without_the_library_matches():
     requests = Requests(torch.randint(1, 900, (64,)))
     pages, outs = requests.pages.nan_to_num(0), []
     for backend in ("native", "flash_attention_3"):
@@ -157,7 +157,7 @@ def test_the_path_without_the_library_has_the_same_bits():
 
 
 @pytest.mark.parametrize("built", [True, False])
-def test_the_probe_of_a_rollouts_cache_holds(monkeypatch, built):
+def test_the_rollout_cache_probe_passes(monkeypatch, built):
     """By the native kernel, and where it is not built by FlashAttention 3."""
     if not built:
         monkeypatch.setattr(native, "unavailable", lambda: "it is not built")

@@ -24,7 +24,7 @@ def draws(logits: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     return kernels.draw_tokens(rows, torch.full((count,), TEMPERATURE), *bits)[0]
 
 
-def test_random_bits_are_those_of_philox():
+def test_random_bits_match_philox():
     """First and third word of Random123's known answer for a counter and a key of zeros; then evenly spread."""
     zero = torch.zeros(1, dtype=torch.int64)
     assert (reference_uniforms(zero, zero) * 2.0**32).long().tolist() == [[0x6627E8D5, 0xBC57AC4C]]
@@ -37,7 +37,7 @@ def test_random_bits_are_those_of_philox():
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_tokens_are_distributed_as_the_softmax(seed):
+def test_tokens_follow_the_softmax(seed):
     """Eleven degrees of freedom: above 50 has a probability below 1e-6, and a temperature 5% off does not pass."""
     logits = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
     tokens = draws(logits, 100000, seed)
@@ -51,33 +51,33 @@ def test_chunks_are_drawn_by_their_mass_and_columns_within_them():
     places = torch.tensor([0, 4095, 4096, 6000, 8191, 8192, 8199])
     logits[places] = torch.tensor([0.0, 1.0, -1.0, 0.3, 0.5, -0.4, 1.2])
     tokens = draws(logits, 3000, 5)
-    found = torch.searchsorted(places, tokens)
-    assert torch.equal(places[found], tokens), "of masked columns none"
-    assert chi_square(found, (logits[places].double() / TEMPERATURE).softmax(0)) < 40
+    indices = torch.searchsorted(places, tokens)
+    assert torch.equal(places[indices], tokens), "of masked columns none"
+    assert chi_square(indices, (logits[places].double() / TEMPERATURE).softmax(0)) < 40
 
 
-def test_what_is_drawn_and_reported_follows_from_the_row_alone():
+def test_tokens_and_log_probs_depend_on_their_row_alone():
     logits = 3 * torch.randn(9, 5000, generator=torch.Generator().manual_seed(1))
     before, seeds, counters = logits.clone(), torch.arange(9), torch.arange(9) * 5
     temperature = torch.linspace(0.3, 2, 9)
     tokens, normalized = kernels.draw_tokens(logits, temperature, seeds, counters)
-    found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
+    got, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
     assert torch.equal(logits, before)
-    assert torch.equal(found, kernels.log_probs(logits, tokens[:, None], temperature))
+    assert torch.equal(got, kernels.log_probs(logits, tokens[:, None], temperature))
     assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
     for rows in ([4], [8, 0, 4], [1, 2, 3, 5, 6, 7, 8]):
         again, of = kernels.draw_tokens(logits[rows], temperature[rows], seeds[rows], counters[rows])
         assert torch.equal(again, tokens[rows])
-        assert torch.equal(kernels.drawn_log_probs(logits[rows], again, temperature[rows], of)[0], found[rows])
+        assert torch.equal(kernels.drawn_log_probs(logits[rows], again, temperature[rows], of)[0], got[rows])
     others, _ = kernels.draw_tokens(logits, temperature, seeds, counters + 1)
     assert not torch.equal(others, tokens)
 
 
-def test_no_rows_draw_nothing():
+def test_drawing_from_an_empty_batch():
     empty = torch.empty(0, dtype=torch.int64)
     tokens, normalized = kernels.draw_tokens(torch.empty(0, 9), torch.empty(0), empty, empty)
-    found, ranks = kernels.drawn_log_probs(torch.empty(0, 9), tokens, torch.empty(0), normalized)
-    assert tokens.shape == (0,) and found.shape == (0, 1) and ranks.shape == (0,)
+    got, ranks = kernels.drawn_log_probs(torch.empty(0, 9), tokens, torch.empty(0), normalized)
+    assert tokens.shape == (0,) and got.shape == (0, 1) and ranks.shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_no_rows_draw_nothing():
         ({"temperature": torch.ones(1)}, ValueError, r"temperature has shape \(1,\), expected \(2,\)"),
     ],
 )
-def test_other_inputs_are_refused(changed, error, message):
+def test_wrong_inputs_raise(changed, error, message):
     given = dict(logits=torch.zeros(2, 4), temperature=torch.ones(2))
     given |= dict.fromkeys(("seeds", "counters"), torch.zeros(2, dtype=torch.int64))
     with pytest.raises(error, match=message):

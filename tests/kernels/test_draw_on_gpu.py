@@ -29,7 +29,7 @@ def chi_square(tokens: torch.Tensor, shares: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("count", [1, 64, 256])
 @pytest.mark.parametrize("columns", [VOCABULARY, 128256, 99])
-def test_log_probs_are_the_trainers_in_every_bit_and_ranks_are_counted(count, columns):
+def test_log_probs_match_the_trainer_and_ranks_are_counted(count, columns):
     for deviation in (1.3, 6.0):  # of random weights, and of a policy that is nearly sure
         logits = rows_of(count, columns, deviation)
         logits[:, columns - 5 :] = -torch.inf
@@ -46,7 +46,7 @@ def test_log_probs_are_the_trainers_in_every_bit_and_ranks_are_counted(count, co
         assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
 
 
-def test_neither_tokens_nor_log_probs_see_the_batch_or_where_rows_lie():
+def test_tokens_and_log_probs_do_not_depend_on_the_batch():
     logits, temperature = rows_of(300), torch.linspace(0.4, 1.6, 300).cuda()
     seeds, counters = bits(300)
     tokens, normalized = kernels.draw_tokens(logits, temperature, seeds, counters)
@@ -69,7 +69,7 @@ def test_the_cpu_draws_the_same_tokens():
     assert (tokens.cpu() != on_cpu).sum() <= 2
 
 
-def test_tokens_are_distributed_as_the_softmax():
+def test_tokens_follow_the_softmax():
     """Eleven and 63 degrees of freedom: above 50 and 150 have a probability below 1e-6. One row, read many times."""
     count = 200_000
     row = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3)).cuda()
@@ -91,7 +91,7 @@ def test_tokens_are_distributed_as_the_softmax():
     assert ((counts - expected)[enough] ** 2 / expected[enough]).sum() < 150
 
 
-def test_a_graph_draws_anew_at_each_replay_and_nothing_waits():
+def test_each_replay_of_a_graph_draws_new_tokens():
     logits, temperature = rows_of(64), torch.ones(64, device="cuda")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ def test_a_graph_draws_anew_at_each_replay_and_nothing_waits():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_without_a_softmax_draws_a_token_and_reports_nan(value):
+def test_a_row_without_a_softmax_gives_a_token_and_nan(value):
     logits = rows_of(3)
     logits[1] = value
     logits[2, 140_000] = value if value != float("-inf") else float("nan")

@@ -83,7 +83,7 @@ def test_rows_are_gathered_and_combined(tokens):
 
 @pytest.mark.parametrize("shape", [QWEN3_30B, QWEN3_235B], ids=["30B", "235B"])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 2000])
-def test_the_norm_behind_experts_has_the_bits_of_the_sum_and_the_plain_norm(tokens, shape):
+def test_combine_add_rms_norm_matches_combine_then_norm(tokens, shape):
     """With and without qdata, of a token whoever travels along; sums of numbers that cancel, too."""
     chosen, _ = kernels.route(logits_of(tokens, 128), shape["k"], True)
     where, hidden = kernels.segments(chosen, 128, 1), shape["hidden"]
@@ -117,7 +117,7 @@ def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[Quantiz
 
 @pytest.mark.parametrize("align", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
-def test_a_row_has_the_bits_of_the_dense_product(tokens, align):
+def test_grouped_gemm_rows_match_the_dense_product(tokens, align):
     """Of every expert, FProp and DGrad, whichever kernel the dense product takes."""
     shape = QWEN3_30B
     gate_up, _ = experts_weights(**shape)
@@ -139,7 +139,7 @@ def test_a_row_has_the_bits_of_the_dense_product(tokens, align):
 
 
 @pytest.mark.parametrize("tokens", [5, 4096])
-def test_a_weight_gradient_has_the_bits_of_the_dense_one(tokens):
+def test_grouped_wgrad_matches_the_dense_one(tokens):
     shape = QWEN3_30B
     chosen, _ = kernels.route(logits_of(tokens, shape["experts"]), shape["k"], True)
     where = kernels.segments(chosen, shape["experts"], 128)
@@ -186,7 +186,7 @@ def experts_module(ranks: int = 1, **shape) -> JetExperts:
     return JetExperts.replace(module, Experts(), scale_rule="fp32", ranks=ranks)
 
 
-def test_a_token_has_one_output_whoever_travels_along_and_in_a_graph():
+def test_a_token_does_not_depend_on_the_batch_or_a_graph():
     ours, x, logits = experts_module(**QWEN3_30B), normal(2000, 2048, seed=9), logits_of(2000, 128)
     chosen, weights = kernels.route(logits, 8, True)
     trained = ours(x, chosen, weights)
@@ -250,7 +250,7 @@ def in_front_of(end: int, rowwise: QuantizedTensor, colwise: QuantizedTensor) ->
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 8, 9, 100, 511, 512, 513, 2000])
-def test_choice_and_rows_in_few_launches(tokens, renormalize):
+def test_route_and_permute_matches_its_separate_operations(tokens, renormalize):
     """In every bit the operations that a training step runs one by one, weights included, whichever kernel it takes."""
     logits, x = logits_of(tokens, 128), FLOW.quantize_activation(normal(tokens, 2048), "fp32")
     logits[:, 3] = logits[:, 5]
@@ -263,7 +263,7 @@ def test_choice_and_rows_in_few_launches(tokens, renormalize):
     assert same_qdata(rows, reference.gather_quantized(to_cpu(x), wanted.pair, 8))
 
 
-def test_a_token_is_chosen_for_alike_at_any_batch():
+def test_routing_does_not_depend_on_the_batch():
     logits, x = logits_of(3000, 128), FLOW.quantize_activation(normal(3000, 2048), "fp32")
     for renormalize in (True, False):
         chosen, whole = kernels.route(logits, 8, renormalize)
@@ -316,7 +316,7 @@ def test_gradients_of_the_weighted_activation(rule):
     assert torch.equal(again[2], dweights), "no atomics"
 
 
-def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
+def test_the_rollouts_moe_block_matches_the_trainer_at_any_batch():
     """Logits, choice, products and sum; a step of 8 or 9 tokens takes other kernels than one of 2000."""
     ours, x, gate = experts_module(**QWEN3_30B), normal(2000, 2048, seed=13), normal(128, 2048, seed=14) * 0.05
     gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
@@ -345,7 +345,7 @@ def test_the_rollouts_block_has_the_trainers_bits_at_any_batch_and_in_a_graph():
 
 @pytest.mark.parametrize("name", operators(1))
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_fakes_say_what_the_operators_return(name, tokens):
+def test_fake_implementations_match_the_real_ones(name, tokens):
     """Strides, too, which a traced model plans its memory by."""
     arguments = operators(tokens, "cuda")[name]
     torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))
@@ -377,7 +377,7 @@ def transposed(weight: QuantizedTensor) -> QuantizedTensor:
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("align", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300, 4096])
-def test_native_products_of_experts_have_tritons_bits_under_every_plan(tokens, align, routing):
+def test_native_grouped_gemm_matches_triton_under_every_plan(tokens, align, routing):
     gate_up, down = experts_weights(**QWEN3_30B)
     chosen, _ = kernels.route(ROUTINGS[routing](tokens), 8, True)
     where = kernels.segments(chosen, 128, align)
@@ -421,7 +421,7 @@ def slice_by_slice(rows: QuantizedTensor, weight: QuantizedTensor, where: Segmen
 @pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
 @pytest.mark.parametrize("align", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
-def test_native_products_of_ranks_have_the_bits_of_a_product_a_rank_under_every_plan(tokens, align, ranks, shape):
+def test_native_rank_products_match_separate_products_under_every_plan(tokens, align, ranks, shape):
     rows, weight, where = down_over_ranks(tokens, align, shape)
     used, want = int(where.start[-1]), slice_by_slice(rows, weight, where, ranks)
     for plan in ("triton", *FORWARD_PLANS):
@@ -435,7 +435,7 @@ def test_native_products_of_ranks_have_the_bits_of_a_product_a_rank_under_every_
 
 @pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
 @pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
-def test_ranks_rows_are_combined_as_each_rank_does_and_added_in_order(tokens, ranks, shape):
+def test_combine_of_ranks_matches_ranks_added_in_order(tokens, ranks, shape):
     where = kernels.segments(kernels.route(logits_of(tokens, 128), shape["k"], True)[0], 128, 1)
     y = normal_on_device(ranks, len(where.pair), shape["hidden"])
     y[:, ::3] *= 64
@@ -451,7 +451,7 @@ def test_ranks_rows_are_combined_as_each_rank_does_and_added_in_order(tokens, ra
 
 @pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
 @pytest.mark.parametrize("tokens", [5, 2000])
-def test_the_trainer_has_the_bits_of_ranks_that_hold_a_slice_of_every_expert(tokens, ranks, shape):
+def test_the_trainer_matches_tensor_parallel_experts(tokens, ranks, shape):
     ours, x, logits = experts_module(ranks, **shape), normal(tokens, shape["hidden"], seed=18), logits_of(tokens, 128)
     gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
     chosen, shares = kernels.route(logits, shape["k"], True)
@@ -479,7 +479,7 @@ def test_the_trainer_has_the_bits_of_ranks_that_hold_a_slice_of_every_expert(tok
 @pytest.mark.timeout(280, method="thread")
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("tokens", [1, 64, 4096])
-def test_native_weight_gradients_of_experts_have_tritons_bits_under_every_plan(tokens, routing):
+def test_native_grouped_wgrad_matches_triton_under_every_plan(tokens, routing):
     chosen, _ = kernels.route(ROUTINGS[routing](tokens), 8, True)
     where = kernels.segments(chosen, 128, 128)
     for n, k in ((1536, 2048), (2048, 768)):
@@ -516,7 +516,7 @@ def test_a_graph_of_native_products_follows_the_experts_first_rows():
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
-def test_products_that_start_under_the_kernel_in_front_have_the_bits_of_those_that_wait(tokens):
+def test_products_that_start_early_match_those_that_wait(tokens):
     """Thirty times with other tokens and routings, enqueued at once, called and replayed: what is read too early, rows,
     qdata or where segments lie, is that of the call before, whose memory it is."""
     gate_up, down = experts_weights(**QWEN3_30B)

@@ -92,7 +92,7 @@ def test_silu_mul_reads_16_bytes_at_a_time(with_y):
 
 
 @pytest.mark.parametrize("name", ["norm", "residual sum and norm", "experts' rows, residual sum and norm", "SiLU-mul"])
-def test_what_writes_the_input_of_a_linear_lets_the_next_kernel_start_at_once(name):
+def test_kernels_before_a_linear_launch_their_dependents_at_once(name):
     if name == "SiLU-mul":
         kernel, constants = _silu_mul_quantize_kernel, {"WITH_Y": False, "POW2": False, "GROUPS": 32}
     else:
@@ -136,11 +136,10 @@ def sums_of_squares(
     return [(layout, re.findall(instructions, part)) for layout, part in zip(layouts, before_roots, strict=True)]
 
 
-def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
+def test_norm_rotary_sums_squares_as_the_norm(monkeypatch):
     """Queries, then keys: the layout, and what is computed and exchanged from the squares to the sum."""
 
-    def computed(found: tuple[str, list[str]]) -> tuple[str, list[str]]:
-        layout, names = found
+    def computed(layout: str, names: list[str]) -> tuple[str, list[str]]:
         names = [name for name in names if not name.startswith("ld.")]
         last = len(names) - names[::-1].index("shfl.sync.bfly")
         return layout, names[names.index("shfl.sync.bfly") - 4 : last + 1]
@@ -162,13 +161,13 @@ def test_norm_and_rotary_in_one_launch_sum_a_head_as_the_norm_does(monkeypatch):
     of_program = HEADS_OF_A_PROGRAM
     both["HEADS"] = of_program
     fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, of_program * warps, of_program)
-    assert len(fused) == 2 and len(computed(plain)[1]) == 4 + 2 * 5
-    assert [computed(one) for one in fused] == [computed(plain)] * 2
+    assert len(fused) == 2 and len(computed(*plain)[1]) == 4 + 2 * 5
+    assert [computed(*one) for one in fused] == [computed(*plain)] * 2
     for fp8, cache in ((False, BF16), (True, QDATA)):
         constants, types = heads_and_cache(32, 4, fp8), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
         kernel = _norm_rotary_write_kernel
         written = sums_of_squares(monkeypatch, kernel, constants, tile, of_program * warps, of_program, **types)
-        assert [computed(one) for one in written] == [computed(plain)] * 2
+        assert [computed(*one) for one in written] == [computed(*plain)] * 2
 
 
 def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
@@ -186,7 +185,7 @@ def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_what_goes_into_the_cache_is_stored_under_its_slot_and_a_head_stays_in_its_warp(fp8):
+def test_norm_rotary_write_stores_under_masks_and_needs_no_barrier(fp8):
     """Queries in two halves, then keys, then values, of heads that exist; two E4M3 in a store, and a head's scale."""
     types = types_of(_norm_rotary_write_kernel) | (dict.fromkeys(("keys_ptr", "values_ptr"), QDATA) if fp8 else {})
     ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=HEADS_OF_A_PROGRAM)
@@ -202,7 +201,7 @@ def test_what_goes_into_the_cache_is_stored_under_its_slot_and_a_head_stays_in_i
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
-def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, residual):
+def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
     """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions.
 
     The forms: with qdata, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
@@ -226,7 +225,7 @@ def test_every_form_of_the_norm_sums_its_rows_as_the_plain_one(monkeypatch, k, r
         assert sum_of_squares(HEADS=8, STRIDE_TOKEN=12 * k + 1, STRIDE_HEAD=k) != plain
 
 
-def behind_experts(k: int, slots: int, **changes) -> tuple:
+def norm_after_experts(k: int, slots: int, **changes) -> tuple:
     """Constants of the norm behind ``slots`` experts' rows of a token, tile, warps."""
     tile, warps = tile_and_warps(k)
     constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": slots}
@@ -236,31 +235,31 @@ def behind_experts(k: int, slots: int, **changes) -> tuple:
 
 @pytest.mark.parametrize("changes", [{}, {"WITH_Y": True, "QUANTIZE": False}], ids=["qdata", "rows"])
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 1), (2048, 2), (2048, 8), (4096, 8)])
-def test_the_norm_behind_experts_sums_squares_as_the_plain_one(monkeypatch, k, slots, changes):
+def test_combine_add_rms_norm_sums_squares_as_the_norm(monkeypatch, k, slots, changes):
     """In front of the plain one's instructions are the additions of the rows and nothing else."""
 
     def computed(slots: int) -> tuple[str, list[str]]:
-        call = behind_experts(k, slots, **changes)
+        call = norm_after_experts(k, slots, **changes)
         ((layout, names),) = sums_of_squares(monkeypatch, _rms_norm_kernel, *call)
         return layout, [name for name in names if not name.startswith("ld.")]
 
     (layout, plain), (own_layout, fused) = computed(0), computed(slots)
-    _, tile, warps = behind_experts(k, slots)
+    _, tile, warps = norm_after_experts(k, slots)
     added = len(fused) - len(plain)
     assert own_layout == layout and fused[added:] == plain and "shfl.sync.bfly" in plain
     # Of two numbers the sum is one of BF16 numbers, which rounds alike in BF16: two in an instruction.
-    each = tile // (32 * warps)
-    assert fused[:added] == ["add.f32"] * (each * (slots - 1) if slots > 2 else 0)
+    per_thread = tile // (32 * warps)
+    assert fused[:added] == ["add.f32"] * (per_thread * (slots - 1) if slots > 2 else 0)
 
 
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 2), (2048, 8), (4096, 8), (8192, 8)])
-def test_a_norm_behind_experts_asks_for_all_rows_before_it_adds_one(tmp_path, k, slots):
+def test_combine_add_rms_norm_loads_all_rows_before_it_adds(tmp_path, k, slots):
     """And for its weight and the residual before it knows which rows: two loads of 16 bytes a thread of each."""
-    constants, _, warps = behind_experts(k, slots)
+    constants, _, warps = norm_after_experts(k, slots)
     call = _rms_norm_kernel, types_of(_rms_norm_kernel), constants
     code = machine_code_for_hopper(tmp_path, *call, num_warps=warps, **_ROWS_IN_FLIGHT)
-    found = re.findall(r"\b(LDG\.E(?:\.128)?|FADD|H?FMA\S*|HADD2\S*|BAR)(?=[. ])", code)
-    loads, barrier = [name for name in found if name.startswith("LDG")], found.index("BAR")
-    assert found[:barrier] == ["LDG.E.128"] * 4
-    assert found[barrier + 1 :][: 3 * slots] == ["LDG.E"] * slots + ["LDG.E.128"] * 2 * slots
+    instructions = re.findall(r"\b(LDG\.E(?:\.128)?|FADD|H?FMA\S*|HADD2\S*|BAR)(?=[. ])", code)
+    loads, barrier = [name for name in instructions if name.startswith("LDG")], instructions.index("BAR")
+    assert instructions[:barrier] == ["LDG.E.128"] * 4
+    assert instructions[barrier + 1 :][: 3 * slots] == ["LDG.E"] * slots + ["LDG.E.128"] * 2 * slots
     assert len(loads) == 4 + 3 * slots and "STL" not in code

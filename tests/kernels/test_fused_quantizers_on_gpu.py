@@ -39,9 +39,7 @@ OPERATIONS = (
 @pytest.mark.parametrize("k", COLUMNS)
 @pytest.mark.parametrize("m", TOKENS)
 @pytest.mark.parametrize("check", CHECKS)
-def test_fused_operations_have_the_bits_of_the_plain_ones_and_the_bytes_of_the_reference(
-    monkeypatch, check, m, k, rule
-):
+def test_fused_operations_match_the_plain_ones_and_the_reference(monkeypatch, check, m, k, rule):
     with canaries(monkeypatch):
         check(gaussian, m, k, rule, "cuda")
 
@@ -101,7 +99,7 @@ def test_twenty_repeats_are_equal_and_so_is_a_cuda_graph(name):
     assert all(torch.equal(a, b) for a, b in zip(qdata_in(results), first, strict=True))
 
 
-def test_a_row_does_not_see_the_batch():
+def test_a_row_does_not_depend_on_the_batch():
     x, weight = bf16(gaussian, 4101, 4096, "cuda"), bf16(gaussian, 1, 4096, "cuda", 1)[0]
     whole = rms_norm_quantize_1x128(x, weight, EPS, "fp32")
     for count in (1, 7, 64, 1000):
@@ -110,7 +108,7 @@ def test_a_row_does_not_see_the_batch():
         assert_same_bytes(some, reference.QuantizedTensor(whole.qdata[rows], whole.scales[rows]))
 
 
-def test_fake_results_agree_with_the_real_ones():
+def test_fake_implementations_match_the_real_ones():
     x, weight = bf16(gaussian, 130, 384, "cuda"), bf16(gaussian, 1, 384, "cuda")[0]
     for name, arguments in (
         ("rms_norm_quantize_1x128", (x, weight, EPS, "fp32")),
@@ -125,7 +123,7 @@ def test_fake_results_agree_with_the_real_ones():
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("m", [1, 16, 65, 1000])
-def test_linears_that_are_given_qdata_have_the_bits_of_those_that_quantize(m, rule):
+def test_linears_of_qdata_match_linears_that_quantize(m, rule):
     """The rollout's way through an MLP with qdata between its operations: called, compiled, replayed by a graph."""
     x, residual = bf16(gaussian, m, 1024, "cuda"), bf16(gaussian, m, 1024, "cuda", 1)
     weight = bf16(gaussian, 1, 1024, "cuda", 2)[0]
@@ -154,7 +152,7 @@ def test_linears_that_are_given_qdata_have_the_bits_of_those_that_quantize(m, ru
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_layers_that_share_an_input_compute_what_they_compute_alone(rule):
+def test_layers_that_share_an_input_match_separate_layers(rule):
     torch.manual_seed(0)
     layers = [
         JetLinear.replace(torch.nn.Linear(1536, n, device="cuda"), scale_rule=rule, backward="fp8")

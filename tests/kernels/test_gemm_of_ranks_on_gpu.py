@@ -47,7 +47,7 @@ def rows_at_switches(n: int) -> list[int]:
     return sorted({1, 127, 128, 129, 16384} | {m for m in around if 0 < m <= 16384})
 
 
-def test_the_switches_are_those_of_the_published_example():
+def test_all_reduce_thresholds_match_the_published_example():
     assert {63, 64, 65, 1023, 1024, 4095, 4096, 8192, 16384} <= set(rows_at_switches(4096))
 
 
@@ -71,7 +71,7 @@ def backends_of(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -
 
 
 @pytest.mark.parametrize("nk", SHAPES.values(), ids=SHAPES)
-def test_the_backends_have_the_bits_of_the_ranks_in_every_batch(nk):
+def test_backends_match_the_ranks_in_every_batch(nk):
     """What each rank of a rollout multiplies, the decode kernel's rows among it, added in order, is what the trainer
     has; at every number of rows, and a row has the same bits in all of them."""
     n, k = nk
@@ -90,7 +90,7 @@ def test_the_backends_have_the_bits_of_the_ranks_in_every_batch(nk):
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_bias_joins_the_first_ranks_product(ranks):
+def test_a_bias_is_added_to_the_first_ranks_product(ranks):
     a, b = operands(1000, 384, 3072, True)
     bias = gaussian(1, 384)[0].cuda()
     want = of_ranks(a, b, ranks, bias)
@@ -101,7 +101,7 @@ def test_a_bias_joins_the_first_ranks_product(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_the_ranks_are_added_as_the_reference_adds_them(ranks):
+def test_ranks_are_added_as_in_the_reference(ranks):
     """Sums that round differently in every other order, and random ones of all sizes that ranks add."""
     device = torch.device("cuda")
     cases = products_of_ranks(device, ranks)

@@ -128,7 +128,7 @@ def test_bias_is_added_before_the_one_rounding():
     assert kernels.gemm_nt(cuda(a), cuda(b), b_block_scaled=True, bias=bias).item() == 258.0
 
 
-def test_nan_qdata_poison_exactly_their_row():
+def test_nan_qdata_poison_only_their_row():
     x = gaussian(200, 256)
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(130, 256).cuda(), "fp32")

@@ -22,7 +22,7 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(1, 1), (3, 300), (129, 4096), (64, 12288)])
-def test_the_quantizer_has_the_bytes_of_the_reference(case, shape):
+def test_the_quantizer_matches_the_reference(case, shape):
     x = case(*shape)
     got, want = kernels.quantize_int8(x.cuda()), reference.quantize_int8(x)
     assert torch.equal(got.qdata.cpu(), want.qdata)

@@ -111,7 +111,7 @@ def different(got: torch.Tensor, want: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("change", [plain, outliers, of_every_size])
 @pytest.mark.parametrize("in_part", [False, True])
-def test_bytes_are_those_of_the_reference(change, in_part):
+def test_bytes_match_the_reference(change, in_part):
     k, v = change(normal(777, 8, 128)), change(normal(777, 8, 128, seed=1))
     k[5, 0, 0], v[6, 1, 1], k[7] = float("inf"), float("nan"), 0
     if in_part:
@@ -138,7 +138,7 @@ def test_bytes_are_those_of_the_reference(change, in_part):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_every_bf16_number_at_every_scale_and_every_maximum_is_seen_as_the_reference_has_it(keep):
+def test_every_bf16_value_scale_and_maximum_matches_the_reference(keep):
     """12 million numbers; the interpreter's sums of BF16 numbers are not the GPU's instruction."""
     heads = torch.cat([*map(every_number, SCALES), every_maximum()])
     name = "quantize_kv" if keep else "quantize_dequantize_kv"
@@ -166,7 +166,7 @@ def test_lengths(lengths, change):
     assert different(requests.decode(), requests.flash_attention(requests.q)) == 0
 
 
-def test_many_requests_so_that_the_last_bit_of_a_sum_shows():
+def test_many_requests():
     """2,048 requests of 32 heads: 8.4 million results."""
     requests = Requests(torch.randint(1, 700, (2048,)), seed=17)
     assert different(requests.decode(), requests.flash_attention(requests.q)) == 0
@@ -175,7 +175,7 @@ def test_many_requests_so_that_the_last_bit_of_a_sum_shows():
 @pytest.mark.parametrize("cluster", CLUSTERS[1:])
 @pytest.mark.parametrize("change", [plain, of_every_size])
 @pytest.mark.parametrize("lengths", [[1], [128], [127, 129, 300, 1], [4096] * 8, [16384], [1, 5000, 17, 32768, 2048]])
-def test_blocks_of_a_cluster_have_the_bits_of_one(lengths, change, cluster):
+def test_clusters_match_a_single_block(lengths, change, cluster):
     requests = Requests(lengths, change=change)
     want = requests.by_clusters(1)
     for _ in range(5):
@@ -198,7 +198,7 @@ def test_many_more_clusters_than_run_at_once(cluster):
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8)])
-def test_decode_gives_what_the_trainer_computes_for_whole_sequences(heads):
+def test_decode_equals_the_trainers_whole_sequences(heads):
     """Every token of four sequences as a decode step of its own, and the sequences packed."""
     (query_heads, kv_heads), lengths = heads, [900, 1, 333, 64]
     requests = Requests(lengths, query_heads // kv_heads, kv_heads)
@@ -211,7 +211,7 @@ def test_decode_gives_what_the_trainer_computes_for_whole_sequences(heads):
 
 
 @pytest.mark.parametrize("fresh", [[300, 1, 200, 64], [1, 1, 1, 1], [900, 1, 333, 1]])
-def test_chunks_give_what_the_trainer_computes_for_whole_sequences(fresh):
+def test_chunks_equal_the_trainers_whole_sequences(fresh):
     lengths = [900, 1, 333, 64]
     requests = Requests(lengths)
     q = normal(sum(lengths), 32, 128, seed=5)
@@ -225,7 +225,7 @@ def test_chunks_give_what_the_trainer_computes_for_whole_sequences(fresh):
     assert different(out, whole[last]) == 0
 
 
-def test_the_path_without_the_library_has_the_same_bits():
+def test_the_path_without_the_library_matches():
     requests = Requests(torch.randint(1, 900, (64,)))
     assert different(requests.decode("flash_attention_3"), requests.decode()) == 0
 
@@ -250,14 +250,14 @@ def test_in_a_cuda_graph_with_padded_requests(plan):
 
 
 @pytest.mark.parametrize("backend", ["native", "flash_attention_3"])
-def test_the_probe_of_a_rollouts_cache_holds(backend):
+def test_the_rollout_cache_probe_passes(backend):
     device = torch.device("cuda")
     with dispatch.override_backend("decode_attention", backend):
         rollout = stated_operations(device, "shared", "fp8", rollout=True)
     assert rollout == stated_operations(device, "shared", "fp8")
 
 
-def test_gradients_are_those_of_attention_over_the_quantized_keys_and_values():
+def test_gradients_match_attention_over_quantized_keys_and_values():
     lengths = (513, 40)
     cu, tokens = torch.tensor([0, 513, 553], dtype=torch.int32).cuda(), sum(lengths)
     q, k, v = (normal(tokens, heads, 128, seed=heads) for heads in (32, 8, 8))

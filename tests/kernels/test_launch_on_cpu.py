@@ -50,9 +50,9 @@ def gpu(monkeypatch) -> Iterator[SimpleNamespace]:
     state = SimpleNamespace(device=0, compiled=[])
 
     def compiled(kernel, key, signature, device, *_):
-        found = kernel.device_caches[device][0][key] = Compiled()
-        state.compiled.append(found)
-        return found
+        kernel_of_key = kernel.device_caches[device][0][key] = Compiled()
+        state.compiled.append(kernel_of_key)
+        return kernel_of_key
 
     fake = SimpleNamespace(
         get_current_device=lambda: state.device,
@@ -80,31 +80,31 @@ CALLS = [
 ]
 
 
-def test_the_same_calls_share_a_compiled_kernel_as_with_triton(gpu):
-    ours = jit(_kernel, do_not_specialize=["always"])
-    theirs = triton.jit(_kernel, do_not_specialize=["always"])
-    assert type(ours) is not type(theirs) and isinstance(ours, JITFunction)
-    chosen = [(id(ours[(1,)](*call, **named)), id(theirs[(1,)](*call, **named))) for call, named in CALLS * 2]
-    mine, other = zip(*chosen)
-    assert len(set(mine)) == len(set(other)) == len(set(chosen)) > 50
+def test_calls_share_compiled_kernels_as_with_triton(gpu):
+    wrapped = jit(_kernel, do_not_specialize=["always"])
+    stock = triton.jit(_kernel, do_not_specialize=["always"])
+    assert type(wrapped) is not type(stock) and isinstance(wrapped, JITFunction)
+    chosen = [(id(wrapped[(1,)](*call, **named)), id(stock[(1,)](*call, **named))) for call, named in CALLS * 2]
+    of_wrapped, of_stock = zip(*chosen)
+    assert len(set(of_wrapped)) == len(set(of_stock)) == len(set(chosen)) > 50
 
 
-def test_a_second_launch_gives_the_kernel_what_tritons_gives_but_for_hooks(gpu):
-    ours, theirs = jit(_kernel), triton.jit(_kernel)
-    for kernel in (ours, theirs):
+def test_a_second_launch_passes_what_triton_passes_except_hooks(gpu):
+    wrapped, stock = jit(_kernel), triton.jit(_kernel)
+    for kernel in (wrapped, stock):
         for grid in ((7,), (7, 5), (7, 5, 3)):
             kernel[grid](STORAGE, POINTERS[1], 17, 16, WIDE=2)
-    mine, other = (compiled.runs for compiled in gpu.compiled)
-    assert len(gpu.compiled) == 2 and len(mine) == len(other) == 3
-    for a, b in zip(mine, other):
+    of_wrapped, of_stock = (compiled.runs for compiled in gpu.compiled)
+    assert len(gpu.compiled) == 2 and len(of_wrapped) == len(of_stock) == 3
+    for a, b in zip(of_wrapped, of_stock):
         assert a[:6] == b[:6] and a[:3] in ((7, 1, 1), (7, 5, 1), (7, 5, 3)) and a[3] == 100
         assert len(a) == len(b) and all(x is y or x == y for x, y in zip(a[9:], b[9:]))
-    assert mine[0][6:9] == other[0][6:9], "the first launch is Triton's own"
-    assert mine[1][6:9] == (None, None, None)
+    assert of_wrapped[0][6:9] == of_stock[0][6:9], "the first launch is Triton's own"
+    assert of_wrapped[1][6:9] == (None, None, None)
 
 
 @pytest.mark.parametrize("scratch", [(0, 0), (16, 0), (0, 16)])
-def test_a_second_launch_passes_the_look_for_scratch_memory_where_there_is_none(gpu, scratch):
+def test_a_second_launch_skips_allocators_without_scratch_memory(gpu, scratch):
     """It calls the launcher's function with what the launcher itself would pass, and the launcher where it has one."""
     launched, asked = [], []
     launcher = CudaLauncher.__new__(CudaLauncher)
@@ -112,9 +112,9 @@ def test_a_second_launch_passes_the_look_for_scratch_memory_where_there_is_none(
     launcher.global_scratch_align = launcher.profile_scratch_align = launcher.num_ctas = 1
     launcher.launch_cooperative_grid, launcher.launch_pdl = False, True
     launcher.launch = lambda *call: launched.append(call)
-    ours = jit(_kernel)
-    ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
-    ours._launched.clear()
+    wrapped = jit(_kernel)
+    wrapped[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    wrapped._launched.clear()
     gpu.compiled[0].run = launcher
     memory = triton.runtime._allocation
     with (
@@ -122,7 +122,7 @@ def test_a_second_launch_passes_the_look_for_scratch_memory_where_there_is_none(
         mock.patch.object(memory, "_profile_allocator", SimpleNamespace(get=lambda: lambda *call: asked.append(call))),
     ):
         for _ in range(3):
-            ours[(7, 5)](STORAGE, STORAGE, 17, 3, WIDE=1)
+            wrapped[(7, 5)](STORAGE, STORAGE, 17, 3, WIDE=1)
     tritons, *again = launched
     assert len(again) == 2 and len(asked) == (0 if scratch == (0, 0) else 3)
     for call in again:
@@ -131,20 +131,20 @@ def test_a_second_launch_passes_the_look_for_scratch_memory_where_there_is_none(
         assert len(call) == len(tritons) and all(x is y for x, y in zip(call[13:], tritons[13:], strict=True))
 
 
-def test_devices_have_kernels_of_their_own(gpu):
-    ours = jit(_kernel)
+def test_each_device_has_its_own_kernels(gpu):
+    wrapped = jit(_kernel)
     for device in (0, 1, 0, 1):
         gpu.device = device
-        ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+        wrapped[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
     assert [[run[3] for run in compiled.runs] for compiled in gpu.compiled] == [[100, 100], [101, 101]]
 
 
 def test_a_profilers_hook_sees_every_launch(gpu):
-    ours, seen = jit(_kernel), []
-    ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+    wrapped, seen = jit(_kernel), []
+    wrapped[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
-        ours[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
+        wrapped[(1,)](STORAGE, STORAGE, 17, 3, WIDE=1)
     finally:
         knobs.runtime.launch_enter_hook.remove(seen.append)
     (compiled,) = gpu.compiled
@@ -153,5 +153,5 @@ def test_a_profilers_hook_sees_every_launch(gpu):
     assert leave is knobs.runtime.launch_exit_hook
 
 
-def test_the_packages_kernels_are_launched_so():
+def test_the_package_launches_its_kernels_with_this_decorator():
     assert type(_rms_norm_kernel).__module__ == "jetrl_verl.kernels.device.launch"

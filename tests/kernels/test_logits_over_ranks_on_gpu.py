@@ -14,13 +14,13 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("rows", [1, 63, 300])
 @pytest.mark.parametrize("sizes", [(75968, 75968), (37984,) * 4, (1, 151900, 35)], ids=str)
-def test_shards_of_the_vocabulary_together_have_the_bits_of_the_whole(rows, sizes):
+def test_vocabulary_shards_match_the_whole_vocabulary(rows, sizes):
     hidden, weight = normal(rows, 2048, seed=0), normal(151936, 2048, seed=1)
     whole = kernels.logits(hidden, weight)
     assert torch.equal(torch.cat([kernels.logits(hidden, shard) for shard in weight.split(sizes)], dim=-1), whole)
 
 
-def test_log_probabilities_do_not_see_the_padding_that_was_cut_off():
+def test_log_probs_do_not_depend_on_removed_padding():
     padded = normal(65, 32064, seed=2).float()
     tokens = torch.arange(65, device="cuda")[:, None] * 400
     for used in (32000, 31999):

@@ -40,7 +40,7 @@ def report_of(kernel: str) -> str:
 
 @needs_nvcc
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_no_variant_spills_or_serialises_its_matrix_instructions(library, kernel):
+def test_no_variant_spills_or_serializes_its_matrix_instructions(library, kernel):
     report = report_of(kernel)
     assert len(re.findall(r"Compiling entry function .* for 'sm_90a'", report)) == KERNELS[kernel]
     assert report.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == KERNELS[kernel]
@@ -67,8 +67,8 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
             # Of a unit of 16 keys 8 for its scores, two units at once. For the output 2 of a unit, eight units at once,
             # in a cluster 1. Of an FP8 cache the first block, or one with large scales, by itself, but where warps take
             # turns: their operands are ready.
-            found = re.search(r"CacheILi(\d)ELi(\d)", name) if "cluster" in name else None
-            cluster, turns = (int(found[1]), int(found[2])) if found else (1, 1)
+            match = re.search(r"CacheILi(\d)ELi(\d)", name) if "cluster" in name else None
+            cluster, turns = (int(match[1]), int(match[2])) if match else (1, 1)
             bf16 = "Bf16Cache" in name
             products = 2 * 8 + (2 if cluster == 1 else 1) * 8 * (1 if bf16 or turns > 1 else 2)
             assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == products, name
@@ -115,10 +115,10 @@ def decoded(function: str) -> list[tuple[str, int]]:
     scoreboards its result and the release of its operands signal (3 each, 7: none), and a mask of those that it waits
     for (6).
     """
-    found = re.findall(
+    instructions = re.findall(
         r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(\S+)[^;]*;\s*/\* 0x\w{16} \*/\s+/\* 0x(\w{16}) \*/", function
     )
-    return [(operation, int(word, 16) >> 41) for operation, word in found]
+    return [(operation, int(word, 16) >> 41) for operation, word in instructions]
 
 
 def stopped_chains(function: str) -> int:
@@ -149,9 +149,9 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
     wgmma = instruction("QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24", neither)
     before = instruction(read, signals) + instruction(multiply, waits) + 4 * wgmma
     inside = instruction(read, signals) + wgmma + instruction(multiply, waits) + 3 * wgmma
-    behind = instruction(read, signals) + 4 * wgmma + instruction(multiply, waits)
+    after = instruction(read, signals) + 4 * wgmma + instruction(multiply, waits)
     other = instruction("LDC R4, c[0x0][0x210]", signals) + wgmma + instruction(multiply, waits) + 3 * wgmma
-    assert [stopped_chains(code) for code in (before, inside, behind, other)] == [0, 1, 0, 0]
+    assert [stopped_chains(code) for code in (before, inside, after, other)] == [0, 1, 0, 0]
     assert stopped_chains(inside + before + inside) == 2
 
 
@@ -181,7 +181,7 @@ def asked_early(function: str) -> int:
     return early
 
 
-def test_a_question_behind_the_fmas_is_not_early():
+def test_a_barrier_query_after_the_fmas_is_not_early():
     fmas = 20 * instruction("FFMA R4, R5, R6, R4", 0)
     question = instruction("SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4+0x38838], R24", 0)
     branch = instruction("@!P1 BRA `(.L_x_1)", 0)
@@ -198,7 +198,7 @@ def test_a_question_behind_the_fmas_is_not_early():
         *((256, 0, 1, 4), (128, 0, 1, 5)),
     ],
 )
-def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ranks, grouped, stages):
+def test_fprop_queries_the_next_k_block_before_it_promotes(functions, columns, of_ranks, grouped, stages):
     """What an H200 needs 3% longer for (docs/log.md, 2026-11-23): the loop asks for the next block
     before it promotes this one, and no lane loops around what the copy engine is asked for."""
     shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}ELb{grouped}E"
@@ -214,7 +214,7 @@ def test_nothing_stands_between_two_k_blocks_of_fprop(functions, columns, of_ran
     ("kernel", "most"),
     [("sm90_relayout_128x1", [48, 64]), ("sm90_silu_mul_backward", [64, 64]), ("sm90_transpose_128x128", [64])],
 )
-def test_kernels_of_qdata_leave_registers_for_the_blocks_that_share_a_multiprocessor(library, kernel, most):
+def test_qdata_kernels_leave_registers_for_other_blocks(library, kernel, most):
     registers = sorted(int(number) for number in re.findall(r"Used (\d+) registers", report_of(kernel)))
     assert all(map(int.__le__, registers, most)), registers
 
@@ -231,7 +231,7 @@ def test_the_library_registers_its_operators_without_a_gpu(library):
         assert getattr(torch.ops.jetrl_native, name).default._schema.is_mutable
 
 
-def test_a_library_of_another_version_is_not_called():
+def test_a_library_with_other_operators_is_a_mismatch():
     import torch
 
     from jetrl_verl.kernels import native
@@ -251,16 +251,12 @@ def test_a_library_of_another_version_is_not_called():
         "ptxas warning : setmaxnreg ignored to maintain minimum register requirement",
     ],
 )
-def test_a_slow_kernel_is_a_complaint(line):
-    assert build_csrc.complaints("ptxas info    : Used 168 registers\n" + line) == [line.strip()]
+def test_ptxas_reports_of_slow_kernels_are_complaints(line):
+    clean = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers\n"
+    assert build_csrc.complaints(clean + line) == [line.strip()]
 
 
-def test_a_clean_report_has_no_complaints():
-    clean = "    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nptxas info    : Used 168 registers"
-    assert build_csrc.complaints(clean) == []
-
-
-def test_a_version_whose_operators_cannot_be_named_is_not_built(tmp_path, monkeypatch):
+def test_sources_that_do_not_rename_operators_are_not_built(tmp_path, monkeypatch):
     monkeypatch.setattr(build_csrc, "find_nvcc", lambda: "nvcc")
     (tmp_path / "binding.cpp").write_text("STABLE_TORCH_LIBRARY(jetrl_native, library) {}")
     with pytest.raises(SystemExit, match="binding.cpp does not rename its operators; copy this tree's there"):
@@ -268,14 +264,14 @@ def test_a_version_whose_operators_cannot_be_named_is_not_built(tmp_path, monkey
 
 
 @pytest.mark.parametrize("words", [["--csrc", "elsewhere"], ["--operators", "before"]])
-def test_another_version_never_takes_the_place_of_the_installed_one(words, monkeypatch, capsys):
+def test_csrc_and_operators_must_be_set_together(words, monkeypatch, capsys):
     monkeypatch.setattr(build_csrc.sys, "argv", ["build_csrc.py", *words])
     with pytest.raises(SystemExit):
         build_csrc.main()
     assert "--csrc and --operators go together" in capsys.readouterr().err
 
 
-def test_a_build_is_known_by_its_operators_and_its_place(tmp_path, monkeypatch):
+def test_the_fingerprint_covers_operators_and_path(tmp_path, monkeypatch):
     monkeypatch.setattr(build_csrc, "_run", lambda command: "nvcc 13.0")
     keys = {
         build_csrc.fingerprint(build_csrc.CSRC, folder / "lib.so", operators, False, "nvcc", "2.11")
@@ -285,7 +281,7 @@ def test_a_build_is_known_by_its_operators_and_its_place(tmp_path, monkeypatch):
     assert len(keys) == 4
 
 
-def test_without_nvcc_the_build_says_what_runs_instead(monkeypatch, tmp_path):
+def test_a_build_without_nvcc_raises(monkeypatch, tmp_path):
     monkeypatch.setattr(build_csrc, "find_nvcc", lambda: None)
     with pytest.raises(SystemExit, match="no nvcc on the PATH"):
         build_csrc.build(tmp_path, tmp_path)

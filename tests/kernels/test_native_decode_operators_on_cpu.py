@@ -106,7 +106,7 @@ BYTES = "the cache must be contiguous bytes"
         ({"cache": empty(3, 3, 1, 4128, dtype=torch.uint8)}, "4 query heads over 3 KV heads are not supported"),
     ],
 )
-def test_a_decode_step_that_no_kernel_may_see_is_refused(changes, sentence):
+def test_unsupported_fp8_decode_steps_raise(changes, sentence):
     """By the library, and by the backend in front of it."""
     call = decode_call(**changes)
     before = call["out"].clone()
@@ -155,7 +155,7 @@ PAGES, SAME = "keys and values must be BF16", "the same shape and strides, multi
         (both(empty(3, 16, 3, 128)), "4 query heads over 3 KV heads are not supported"),
     ],
 )
-def test_a_decode_step_over_bf16_pages_that_no_kernel_may_see_is_refused(changes, sentence):
+def test_unsupported_bf16_decode_steps_raise(changes, sentence):
     """By the library, and by the backend in front of it, so that the next one computes the step."""
     call = decode_call_bf16(**changes)
     before = call["out"].clone()
@@ -200,7 +200,7 @@ BF16_PAGES_MAY_LIE_SO = {
     [(cache, name) for cache in ("fp8", "bf16") for name in MAY_LIE_SO]
     + [("bf16", name) for name in BF16_PAGES_MAY_LIE_SO],
 )
-def test_a_decode_step_that_may_lie_so_is_computed(cache, change):
+def test_decode_steps_with_other_strides_are_computed(cache, change):
     operation, call = (
         ("decode_attention", decode_call()) if cache == "fp8" else ("decode_attention_bf16", decode_call_bf16())
     )
@@ -213,7 +213,7 @@ def test_a_decode_step_that_may_lie_so_is_computed(cache, change):
     assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
 
 
-def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
+def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
     """By shapes, in a step that has no tensors yet, and by the call, which adds strides and addresses alone."""
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
 
@@ -245,10 +245,10 @@ def test_which_decode_steps_over_bf16_pages_are_the_native_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize(("cache", "operation"), [("fp8", "decode_attention"), ("bf16", "decode_attention_bf16")])
-def test_the_contract_checks_decode_steps(monkeypatch, cache, operation):
+def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, cache, operation):
     """The calls that a rollout makes at every weight sync, on an H100 by clusters of every size: the bits of whole
     sequences in FlashAttention 3's order."""
-    device, held, clusters = torch.device("cpu"), formats.kv_cache(cache), []
+    device, kv_format, clusters = torch.device("cpu"), formats.kv_cache(cache), []
 
     def choose(pairs: int, multiprocessors: int) -> int:
         clusters.append(choose_cluster(pairs, multiprocessors))
@@ -258,22 +258,22 @@ def test_the_contract_checks_decode_steps(monkeypatch, cache, operation):
     monkeypatch.setattr(module, "choose_cluster", choose)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setitem(dispatch.BACKENDS[operation], "cpu", ("native", "reference"))
-    got = operations_probe._token_by_token(device, held)
+    got = operations_probe._token_by_token(device, kv_format)
     assert clusters == [8, 4, 2, 1]
 
     inputs, want = operations_probe._inputs(device), torch.empty_like(got)
-    k, v = (kernels.cache_form(x).double().numpy() for x in held.seen(inputs.k, inputs.v))
+    k, v = (kernels.cache_form(x).double().numpy() for x in kv_format.seen(inputs.k, inputs.v))
     group = want.shape[1] // k.shape[1]
     for first, end in itertools.pairwise(inputs.cu_seqlens.tolist()):
         for token, head in itertools.product(range(first, end), range(k.shape[1])):
             heads, tokens = slice(head * group, head * group + group), slice(first, token + 1)
             q = inputs.q[token, heads].double().numpy()
-            found = flash_attention_order.attention(q, k[tokens, head], v[tokens, head], 128**-0.5)
-            want[token, heads] = torch.from_numpy(found).bfloat16()
+            output = flash_attention_order.attention(q, k[tokens, head], v[tokens, head], 128**-0.5)
+            want[token, heads] = torch.from_numpy(output).bfloat16()
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
-def test_steps_of_one_token_each_of_whatever_kind_go_through_vllms_interface(monkeypatch):
+def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch):
     """A prompt of one token, a prompt of 49 of which 48 were found in the cache, a decode step, and padding."""
     from vllm.v1.attention.backends import flash_attn as vllms
 

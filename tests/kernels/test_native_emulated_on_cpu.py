@@ -226,15 +226,6 @@ def test_wgrad_with_a_single_token_group(emulator, block, tokens):
     check(emulator, "wgrad", 270, 140, tokens, dtype=torch.float32, block=block, multiprocessors=2, seed=tokens)
 
 
-def test_a_plan_without_a_kernel_raises(emulator):
-    a, b = operands(8, 64, 128, True)
-    for kernel in ("fprop", "decode", "fprop_of_ranks"):
-        with pytest.raises(RuntimeError, match="for the kernel's choice"):
-            emulator.run(kernel, a, b, torch.empty(8, 64, dtype=torch.bfloat16), cluster=3)
-    with pytest.raises(RuntimeError, match="a rank's slice of K must be a multiple of 128; use fewer ranks"):
-        emulator.run("fprop_of_ranks", a, b, torch.empty(8, 64, dtype=torch.bfloat16), ranks=2)
-
-
 FPROP, WGRAD, DECODE, DECODE_PART = "fprop.cuh", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu", "decode.cuh"
 WAIT = "sm90::wgmma_wait<0>(partial);\n"
 FPROP_RELEASE = """      if (c == kChunks - 1) {

@@ -62,14 +62,14 @@ def poisoned_call(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 
 @pytest.mark.parametrize("plan", FPROP_PLANS, ids=str)
-def test_every_fprop_plan_has_tritons_bits(plan):
+def test_every_fprop_plan_matches_triton(plan):
     a, b = operands(1000, 712, 1088, True)
     got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
     assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True)))
 
 
 @pytest.mark.parametrize(("tokens", "plan"), DECODE_PLANS, ids=str)
-def test_every_decode_plan_has_tritons_bits(tokens, plan):
+def test_every_decode_plan_matches_triton(tokens, plan):
     for m in (tokens // 2 + 1, tokens):
         a, b = operands(m, 712, 1088, True)
         got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
@@ -78,7 +78,7 @@ def test_every_decode_plan_has_tritons_bits(tokens, plan):
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("plan", WGRAD_PLANS, ids=str)
-def test_every_wgrad_plan_has_tritons_bits(plan, out_dtype):
+def test_every_wgrad_plan_matches_triton(plan, out_dtype):
     a, b = operands(712, 1000, 1008, False)
     got = poisoned_call(padded(a), padded(b), out_dtype, b_block_scaled=False, plan=plan)
     assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
@@ -123,7 +123,7 @@ def test_a_row_has_the_same_bits_in_every_batch(nk):
         assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
 
-def test_bits_of_vllms_cutlass():
+def test_native_gemm_matches_vllm_cutlass():
     for m, n, k in ((8, 6144, 4096), (64, 4096, 12288), (1000, 4096, 4096), (4096, 2368, 4736)):
         a, b = operands(m, n, k, True)
         backend = Backend("vllm_cutlass")
@@ -189,7 +189,7 @@ def test_k_blocks_are_added_in_ascending_order():
         assert (native_gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32) == want).all()
 
 
-def test_nan_qdata_poison_exactly_their_row():
+def test_nan_qdata_poison_only_their_row():
     x = gaussian(300, 256)
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(136, 256).cuda(), "fp32")
@@ -239,7 +239,7 @@ def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tenso
 @pytest.mark.parametrize("more_rows", [0, 4096])
 @pytest.mark.parametrize("m", [1, 16, 33, 64, 100, 128])
 @pytest.mark.parametrize("nk", [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)])
-def test_a_gemm_that_starts_under_its_quantizer_has_the_bits_of_one_that_waits(nk, m, more_rows, poison):
+def test_a_gemm_that_starts_early_matches_one_that_waits(nk, m, more_rows, poison):
     """Fifty times with other inputs, enqueued at once, called and replayed: qdata that were read too early are those of
     the repeat before, an output that was stored too early is NaN. ``more_rows`` keep the quantizer busy for longer."""
     n, k = nk
@@ -265,7 +265,7 @@ def test_a_gemm_that_starts_under_its_quantizer_has_the_bits_of_one_that_waits(n
         assert torch.equal(bits(got), bits(want))
 
 
-def test_a_call_that_would_read_elsewhere_is_refused_by_the_operator_itself():
+def test_the_operator_raises_for_out_of_bounds_calls():
     a, b = operands(64, 64, 256, True)
     y = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     forward = torch.ops.jetrl_native.fprop

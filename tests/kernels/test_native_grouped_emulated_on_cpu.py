@@ -265,18 +265,6 @@ def test_wgrad_visits_the_experts_back_and_forth(emulator, clusters):
     check_wgrad(emulator, [2, 0, 1], 128, 512, block=128, cluster=2, multiprocessors=2 * clusters)
 
 
-def test_a_plan_without_a_kernel_raises(emulator):
-    a, b, out = operand(8, 128, 8, 0), experts_operand(1, 128, 128, 0, False), torch.empty(8, 128).bfloat16()
-    for kernel in FORWARD:
-        for plan in ({"cluster": 3}, {"block": 48}):
-            with pytest.raises(RuntimeError, match="for the kernel's choice"):
-                emulator.run_grouped(kernel, a, b, starts([8]), out, **plan)
-    with pytest.raises(RuntimeError, match="for the kernel's choice"):
-        emulator.run_grouped(
-            "grouped_wgrad", operand(8, 128, 8, 0), operand(128, 128, 128, 0), starts([128]), out, block=64
-        )
-
-
 FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
 
 # Fault -> kernel that runs, file, its line, replacement.

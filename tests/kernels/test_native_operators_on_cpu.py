@@ -48,16 +48,16 @@ from jetrl_verl.tools.doctor import self_check
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("on_a_cpu")]
 
 
-def test_the_operators_are_those_that_the_backend_calls():
+def test_the_library_has_the_operators_that_the_backend_calls():
     assert native.mismatch("jetrl_emulated") is None
 
 
-def test_the_doctors_self_check_has_the_references_bits(monkeypatch):
+def test_doctor_self_check_matches_the_reference(monkeypatch):
     native_calls = [call for call in self_check.calls() if "native" in dispatch.BACKENDS[call.operation]["sm90"]]
     for call in native_calls:
         monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("native", "reference"))
-    found = self_check.outcomes(torch.device("cpu"))
-    assert found == [self_check.Outcome(call.subject, call.name, "native", "") for call in native_calls]
+    outcomes = self_check.outcomes(torch.device("cpu"))
+    assert outcomes == [self_check.Outcome(call.subject, call.name, "native", "") for call in native_calls]
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
@@ -82,7 +82,7 @@ def test_a_sum_of_ranks_products(m, ranks, plan):
     assert torch.equal(sliced_gemm_nt_of_ranks(a, b, ranks), want)
 
 
-def test_a_sum_of_ranks_products_with_a_bias_goes_by_slices():
+def test_a_sum_of_ranks_products_with_a_bias_uses_backend_slices():
     a, b = operands(20, 72, 2 * BLOCK, True)
     bias = torch.arange(72).bfloat16() / 8
     assert dispatch.supports("gemm_nt_of_ranks", "native", a, b, 2)
@@ -103,7 +103,7 @@ def test_a_weight_gradient(dtype, block):
     assert torch.equal(got, product(a, b, False).to(dtype))
 
 
-def test_results_go_to_rows_of_the_callers():
+def test_results_are_written_to_the_callers_rows():
     a, b = operands(20, 72, 144, True)
     around = torch.full((22, 80), torch.nan, dtype=torch.bfloat16)
     assert native_gemm_nt(a, b, b_block_scaled=True, out=around[1:-1, :72]).data_ptr() == around[1].data_ptr()
@@ -134,7 +134,7 @@ def test_the_gradients_of_a_gated_mlp(rows, rule):
 
 
 @pytest.mark.parametrize("operator", native._ARGUMENTS)
-def test_a_call_as_it_should_be_writes_every_result(operator):
+def test_a_valid_call_writes_every_result(operator):
     arguments, results = arguments_of(operator)
     getattr(torch.ops.jetrl_emulated, operator)(**arguments)
     assert not any(map(is_untouched, results.values()))
@@ -145,7 +145,7 @@ def test_a_call_as_it_should_be_writes_every_result(operator):
     REFUSED,
     ids=[f"{i}-{operator}-{argument}" for i, (operator, argument, *_) in enumerate(REFUSED)],
 )
-def test_a_call_that_no_kernel_may_see_is_refused(operator, argument, change, sentence):
+def test_unsupported_calls_raise(operator, argument, change, sentence):
     arguments, results = arguments_of(operator)
     arguments[argument] = change(arguments[argument])
     with pytest.raises((RuntimeError, ValueError), match=sentence):
@@ -153,7 +153,7 @@ def test_a_call_that_no_kernel_may_see_is_refused(operator, argument, change, se
     assert all(map(is_untouched, results.values()))
 
 
-def test_groups_of_tokens_are_whole():
+def test_partial_groups_of_tokens_raise():
     arguments, results = arguments_of("grouped_wgrad")
     arguments |= {name: arguments[name][:, :-16] for name in ("a", "b")}
     with pytest.raises(RuntimeError, match="experts' tokens must be whole groups of 128, not 240"):
@@ -161,7 +161,7 @@ def test_groups_of_tokens_are_whole():
     assert all(map(is_untouched, results.values()))
 
 
-def test_no_more_experts_than_a_block_can_sort():
+def test_more_experts_than_a_block_can_sort_raise():
     arguments, results = arguments_of("grouped_wgrad")
     many = native.MOST_EXPERTS + 1
     arguments |= {"a": arguments["a"][:1], "a_scales": arguments["a_scales"][:1]}
@@ -173,7 +173,7 @@ def test_no_more_experts_than_a_block_can_sort():
 
 
 @pytest.mark.parametrize("operator", ["fprop", "decode"])
-def test_rows_of_the_output_are_whole_16_bytes(operator):
+def test_output_rows_that_are_no_multiple_of_16_bytes_raise(operator):
     """A width of 140 would have the copy engine write the columns behind it."""
     arguments, results = arguments_of(operator)
     arguments |= {"w": arguments["w"][:140], "y": results["y"][:, :140]}
@@ -182,7 +182,7 @@ def test_rows_of_the_output_are_whole_16_bytes(operator):
     assert is_untouched(results["y"])
 
 
-def test_what_does_not_fit_32_bits_is_refused():
+def test_sizes_beyond_32_bits_raise():
     arguments, results = arguments_of("wgrad")
     many_tokens = torch.empty(1, 2**31, dtype=torch.uint8).view(FP8_DTYPE)  # never touched
     with pytest.raises(RuntimeError, match=f"a dimension of {2**31} is not supported"):
@@ -195,7 +195,7 @@ def test_what_does_not_fit_32_bits_is_refused():
     assert all(map(is_untouched, results.values()))
 
 
-def test_qdata_whose_rows_overlap_are_not_supported():
+def test_overlapping_rows_are_not_supported():
     a, b = operands(20, 72, 144, True)
     a = QuantizedTensor(a.qdata[:1].expand(20, 144), a.scales)
     assert not native_supports_gemm_nt(a, b, b_block_scaled=True)
@@ -297,7 +297,7 @@ def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torc
 @pytest.mark.parametrize(
     "drawn", [any_gemm, any_transposition, any_gated_mlp, any_experts_forward, any_experts_gradient]
 )
-def test_what_the_backend_says_it_supports_it_computes(drawn, seed):
+def test_supported_random_calls_are_computed_and_others_raise(drawn, seed):
     draw = random.Random(seed)
     supported_calls = 0
     for _ in range(150):

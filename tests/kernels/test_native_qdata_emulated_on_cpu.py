@@ -54,18 +54,18 @@ def check_relayout(emulator: Emulator, x: torch.Tensor, rule: str, seed: int = 0
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_relayout_has_the_bytes_of_the_reference(emulator, case, shape, rule):
+def test_relayout_matches_the_reference(emulator, case, shape, rule):
     check_relayout(emulator, case(*shape), rule)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("seed", [1, 2, *map(slow, range(3, 7))])
-def test_the_relayout_under_other_interleavings(emulator, seed, rule):
+def test_relayout_under_other_interleavings(emulator, seed, rule):
     check_relayout(emulator, gaussian(140, 144), rule, seed)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_the_relayout_of_row_major_scales_and_of_every_code(emulator, rule):
+def test_relayout_of_row_major_scales_and_every_code(emulator, rule):
     qdata = torch.arange(256, dtype=torch.uint8).view(FP8_DTYPE).repeat(130, 1)
     scales = torch.tensor([2.0**-60, 1.0, 3e30, torch.inf, 1e-38]).repeat(26)[:, None].repeat(1, 2)
     q = QuantizedTensor(qdata, scales.contiguous())
@@ -111,12 +111,12 @@ def check_silu_mul_backward(emulator: Emulator, rows: int, k: int, rule: str, se
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize(("rows", "k"), [(1, 128), (31, 256), (33, 128), (128, 256), (141, 128)])
-def test_the_gradients_of_a_gated_mlp_have_the_bytes_of_both_steps(emulator, rows, k, rule):
+def test_gated_mlp_gradients_match_the_separate_steps(emulator, rows, k, rule):
     check_silu_mul_backward(emulator, rows, k, rule, seed=rows)
 
 
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
-def test_a_gradient_that_is_not_finite_poisons_its_groups_alone(emulator, poison):
+def test_a_non_finite_gradient_poisons_only_its_groups(emulator, poison):
     check_silu_mul_backward(emulator, 140, 256, "fp32", 3, poison)
 
 

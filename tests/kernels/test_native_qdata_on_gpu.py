@@ -44,19 +44,19 @@ def check_relayout(x: torch.Tensor, rule: str, monkeypatch) -> None:
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", [(1, 128), (131, 272), (256, 512), (1000, 1536)])
 @pytest.mark.parametrize("case", CASES)
-def test_the_relayout_has_the_bytes_of_the_reference(case, shape, rule, monkeypatch):
+def test_relayout_matches_the_reference(case, shape, rule, monkeypatch):
     check_relayout(case(*shape), rule, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("rows", EDGES)
-def test_the_relayout_around_every_edge(rows, k, rule, monkeypatch):
+def test_relayout_around_every_edge(rows, k, rule, monkeypatch):
     check_relayout(heavy_tailed(rows, k), rule, monkeypatch)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_the_relayout_of_a_part_of_a_matrix_between_nans(rule):
+def test_relayout_of_a_part_of_a_matrix_between_nans(rule):
     """Rows of a wider matrix: neither what is read nor what is written reaches past them."""
     wide = kernels.quantize_1x128(gaussian(333, 640).cuda(), rule)
     wide.qdata.view(torch.uint8)[:, :128] = wide.qdata.view(torch.uint8)[:, 528:] = 0x7F
@@ -67,7 +67,7 @@ def test_the_relayout_of_a_part_of_a_matrix_between_nans(rule):
     assert_same_bytes(native_relayout_128x1(part, rule), reference.relayout_128x1(on_cpu, rule))
 
 
-def test_the_relayout_of_random_scales_is_triton_s():
+def test_relayout_of_random_scales_matches_triton():
     """FP32 quotients of every kind: rows' scales spread over 2^60, 16 million numbers."""
     scales = torch.ldexp(1 + torch.rand(4096, 32, device="cuda"), torch.randint(-30, 30, (4096, 32), device="cuda"))
     qdata = torch.randint(0, 0x7F, (4096, 4096), dtype=torch.uint8, device="cuda")
@@ -77,7 +77,7 @@ def test_the_relayout_of_random_scales_is_triton_s():
         assert_same_bytes(native_relayout_128x1(q, rule), triton_kernels.relayout_128x1(q, rule))
 
 
-def test_a_hundred_repeats_give_the_same_bytes_also_in_a_graph():
+def test_a_hundred_repeats_match_also_in_a_graph():
     q = kernels.quantize_1x128(heavy_tailed(3001, 2368).cuda(), "fp32")
     first = native_relayout_128x1(q, "fp32")
     graph = torch.cuda.CUDAGraph()
@@ -102,7 +102,7 @@ def test_the_transpose_moves_every_byte_and_scale(n, k, monkeypatch):
 
 
 @pytest.mark.parametrize(("operation", "shape"), [("relayout_128x1", (64, 72)), ("transpose_128x128", (72, 64))])
-def test_the_table_takes_triton_for_what_is_not_in_sixteens(operation, shape):
+def test_triton_runs_for_sizes_that_are_no_multiples_of_16(operation, shape):
     q = (reference.quantize_1x128 if operation == "relayout_128x1" else reference.quantize_128x128)(
         gaussian(*shape), "fp32"
     )
@@ -136,7 +136,7 @@ def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str, monke
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", [(256, 512), *((rows, 384) for rows in EDGES)])
 @pytest.mark.parametrize("case", INPUTS)
-def test_the_gradients_of_a_gated_mlp_have_the_bytes_of_both_steps(case, shape, rule, monkeypatch):
+def test_gated_mlp_gradients_match_the_separate_steps(case, shape, rule, monkeypatch):
     check_silu_mul_backward(silu_operands(case, *shape), rule, monkeypatch)
 
 
@@ -150,7 +150,7 @@ def test_the_gradients_for_every_gate(monkeypatch):
         check_silu_mul_backward((dy, gate.nan_to_num(0, 3, -3).clamp(-95, 95), up), rule, monkeypatch)
 
 
-def test_the_operation_takes_the_native_kernel_and_triton_s_for_other_rows(monkeypatch):
+def test_triton_runs_for_rows_the_native_kernel_does_not_support(monkeypatch):
     calls = []
     own = native_silu_mul_backward_quantize
     counted = dispatch.Implementation(lambda *call: calls.append(call) or own(*call), native_supports_silu_mul_backward)

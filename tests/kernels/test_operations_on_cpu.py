@@ -54,13 +54,13 @@ def launches(path: Path) -> Iterator[ast.Call]:
             yield node
 
 
-def test_every_row_is_an_operator_and_every_operator_a_row():
+def test_table_rows_and_operators_match():
     files = defaultdict(list)
     for path in FILES:
         for name in operators(path):
             files[name].append(path.name)
     assert set(files) == set(kernels.BACKENDS)
-    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
     assert all(hasattr(torch.ops.jetrl, name) for name in kernels.BACKENDS)
 
 
@@ -71,32 +71,32 @@ def test_an_operation_is_implemented_chosen_and_registered_in_one_file(path):
     assert first_arguments(path, "lookup", "choose") <= own
 
 
-def test_a_file_that_launches_a_kernel_is_an_operations():
+def test_files_that_launch_kernels_register_operators():
     launching = [path for path in FILES if any(launches(path))]
     assert len(launching) > 20
     assert [path.name for path in launching if not operators(path)] == []
 
 
-def test_every_triton_function_is_compiled_by_our_decorator():
-    theirs, ours = set(), 0
+def test_every_triton_function_uses_the_projects_decorator():
+    stock, wrapped = set(), 0
     for path in FILES:
         for node in ast.walk(tree(path)):
             for decorator in getattr(node, "decorator_list", ()):
                 called = ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
-                theirs |= {path.name} if called.endswith("triton.jit") else set()
-                ours += called == "jit"
-    assert theirs == set() and ours > 100
+                stock |= {path.name} if called.endswith("triton.jit") else set()
+                wrapped += called == "jit"
+    assert stock == set() and wrapped > 100
 
 
 CALLS = operator_calls.calls("cpu")
 
 
-def test_every_operator_is_called_here():
+def test_every_operator_has_a_call():
     assert {name.partition(".")[0] for name in CALLS} == set(kernels.BACKENDS)
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_fake_agrees_with_what_runs(name):
+def test_fake_implementations_match_the_real_ones(name):
     """torch's schema check compares inputs with allclose, which FP8 tensors lack, so only this one of its checks."""
     packet, _, overload = name.partition(".")
     run = getattr(getattr(torch.ops.jetrl, packet), overload or "default")

@@ -18,7 +18,7 @@ NAMES = sorted(name for name, row in kernels.BACKENDS.items() if set(row) != {"c
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fake_agrees_with_what_runs(calls, name):
+def test_fake_implementations_match_the_real_ones(calls, name):
     packet, _, overload = name.partition(".")
     run = getattr(getattr(torch.ops.jetrl, packet), overload or "default")
     torch.library.opcheck(run, calls[name], test_utils=("test_faketensor",))

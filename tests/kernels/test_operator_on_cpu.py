@@ -41,11 +41,11 @@ class Asked(TorchFunctionMode):
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
     """Names of torch operators of ours that are called as such."""
-    found = []
+    names = []
     packet = type(torch.ops.jetrl.rms_norm)
     own = packet.__call__
-    monkeypatch.setattr(packet, "__call__", lambda self, *a, **k: found.append(self.__name__) or own(self, *a, **k))
-    return found
+    monkeypatch.setattr(packet, "__call__", lambda self, *a, **k: names.append(self.__name__) or own(self, *a, **k))
+    return names
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -72,7 +72,7 @@ def test_fake_tensors_reach_the_fake():
 
 
 @pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
-def test_a_compiler_keeps_the_operator_whole(context):
+def test_torch_compile_does_not_trace_into_the_operator(context):
     graphs = []
 
     def backend(graph, _):
@@ -85,13 +85,13 @@ def test_a_compiler_keeps_the_operator_whole(context):
     assert "jetrl.rms_norm" in graphs[0]
 
 
-def test_a_transform_of_torchs_sees_the_operator(calls):
+def test_functionalize_sees_the_operator(calls):
     with torch.no_grad():
         torch.func.functionalize(lambda x: _rms_norm(x, WEIGHT, 1e-6)[0])(X)
     assert calls == ["rms_norm"]
 
 
-def test_torch_sees_a_quantized_tensor_as_two(calls):
+def test_torch_sees_a_quantized_tensor_as_two_tensors(calls):
     with torch.enable_grad():
         rowwise, colwise = kernels.quantize_1x128_and_128x1(X, "fp32")
         back = kernels.relayout_128x1(rowwise, "fp32")
@@ -105,7 +105,32 @@ def test_torch_sees_a_quantized_tensor_as_two(calls):
     assert str(schema) == "jetrl::relayout_128x1(Tensor q_qdata, Tensor q_scales, str rule) -> (Tensor, Tensor)"
 
 
-def test_a_compiler_takes_quantized_tensors_through_operators():
+@pytest.mark.parametrize(
+    ("operator", "quantize", "rule"),
+    [
+        ("fprop", lambda w: kernels.quantize_128x128(w, "fp32"), ["fp32"]),
+        ("fprop_int8", kernels.quantize_int8, []),
+    ],
+)
+def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes(operator, quantize, rule):
+    weight, graphs = quantize(torch.randn(130, 256).bfloat16()), []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def layer(x):
+        return getattr(kernels, operator)(x * 2, *weight, None, *rule) + 1
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
+    for m in (3, 5):
+        x = torch.randn(m, 256).bfloat16()
+        assert torch.equal(compiled(x), layer(x))
+    nodes = [node.target for node in graphs[0].graph.nodes]
+    assert nodes.count(getattr(torch.ops.jetrl, operator)) == len(graphs) == 1
+
+
+def test_torch_compile_passes_quantized_tensors_through_operators():
     weight = kernels.quantize_128x128(torch.randn(256, 128).bfloat16(), "fp32")
     blocks = kernels.quantize_128x128(torch.randn(4 * 128, 128).bfloat16(), "fp32")
     experts = QuantizedTensor(blocks.qdata.view(4, 128, 128), blocks.scales.view(4, 1, 1))

@@ -21,7 +21,7 @@ def triton_kernels():
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("shape", [(1, 128), (3, 300), (129, 257), (132, 150), (256, 512), (1000, 1536)])
 @pytest.mark.parametrize("case", CASES)
-def test_every_quantizer_has_the_bytes_of_the_reference(triton_kernels, case, shape, rule):
+def test_every_quantizer_matches_the_reference(triton_kernels, case, shape, rule):
     check_all_quantizers(triton_kernels, case(*shape), rule, "cuda")
 
 
@@ -37,7 +37,7 @@ def test_input_types(triton_kernels, dtype, rule):
     check_all_quantizers(triton_kernels, gaussian(200, 384).to(dtype), rule, "cuda")
 
 
-def test_the_quotient_is_the_divisions_for_every_bf16_value_and_many_scales(triton_kernels):
+def test_the_quotient_equals_division_for_every_bf16_value(triton_kernels):
     """The kernels divide by a reciprocal and residual steps; here every BF16 magnitude meets many maxima."""
     values = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values > 2.0**-80]
@@ -50,7 +50,7 @@ def test_the_quotient_is_the_divisions_for_every_bf16_value_and_many_scales(trit
     assert_same_bytes(triton_kernels.quantize_1x128(x.cuda(), "fp32"), reference.quantize_1x128(x, "fp32"))
 
 
-def test_the_quotient_is_the_divisions_for_random_fp32_values(triton_kernels):
+def test_the_quotient_equals_division_for_random_fp32_values(triton_kernels):
     generator = torch.Generator().manual_seed(1)
     exponent = torch.randint(-60, 120, (1 << 14, 1), generator=generator).double()
     x = torch.ldexp(1 + torch.rand(1 << 14, 128, generator=generator, dtype=torch.float64), exponent)

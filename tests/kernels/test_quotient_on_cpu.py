@@ -71,14 +71,14 @@ def midpoints() -> list[int]:
 
 def hard_quotients() -> list[tuple[int, int]]:
     """Mantissas (X, S) whose quotient lies within the margin of such a midpoint."""
-    found = []
+    pairs = []
     s = np.arange(2**23, 2**24, dtype=np.int64)
     for m in midpoints():
         products = s * m
         for n in (23, 24):
             near = np.nonzero(((products + MARGIN) & ((1 << (n + 1)) - 1)) <= 2 * MARGIN)[0]
-            found += [(int((products[i] + MARGIN) >> (n + 1)), int(s[i])) for i in near]
-    return [(x, s) for x, s in found if 2**23 <= x < 2**24]
+            pairs += [(int((products[i] + MARGIN) >> (n + 1)), int(s[i])) for i in near]
+    return [(x, s) for x, s in pairs if 2**23 <= x < 2**24]
 
 
 def test_ties_between_qdata_have_five_significant_bits():
@@ -90,7 +90,7 @@ def test_ties_between_qdata_have_five_significant_bits():
 
 
 @pytest.mark.timeout(120)
-def test_one_residual_step_rounds_to_the_divisions_side_in_every_hard_case():
+def test_one_residual_step_rounds_as_the_division_in_every_hard_case():
     cases = hard_quotients()
     assert len(cases) == 1424
     assert any(x % 2**16 == 0 for x, _ in cases), "BF16 numbers among them"
@@ -98,12 +98,12 @@ def test_one_residual_step_rounds_to_the_divisions_side_in_every_hard_case():
         assert one_step(x, s) == rounded(Fraction(x, s)), (x, s)
 
 
-def test_without_a_step_some_of_them_would_be_wrong():
+def test_some_hard_cases_need_the_residual_step():
     cases = hard_quotients()[:200]
     assert any(rounded(x * rounded(Fraction(1, s))) != rounded(Fraction(x, s)) for x, s in cases)
 
 
-def test_two_terms_would_not_be_enough_for_fp32_numbers():
+def test_two_terms_are_not_enough_for_fp32():
     x, s = 2**24 - 1, 2**24 - 2
     assert one_step(x, s) == rounded(Fraction(x, s))
     assert any(two_terms(x, s, off) != rounded(Fraction(x, s)) for off in (-1, 0, 1))

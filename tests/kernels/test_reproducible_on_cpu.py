@@ -31,7 +31,7 @@ def test_exp_and_log_are_accurate():
 
 
 @pytest.mark.parametrize("function", [exp, log])
-def test_elementary_functions_do_not_see_where_in_a_tensor_a_value_stands(function):
+def test_elementary_functions_do_not_depend_on_position(function):
     """Every length up to 70 and some large ones, every offset of a vector register: tails are scalar code."""
     values = torch.rand(4097, dtype=torch.float64) * 30 + 1e-3
     values = -values if function is exp else values
@@ -43,7 +43,7 @@ def test_elementary_functions_do_not_see_where_in_a_tensor_a_value_stands(functi
 
 
 @pytest.mark.parametrize("bits", [16, 21, 25])
-def test_a_grid_keeps_bf16_and_loses_only_what_lies_below_it(bits):
+def test_a_grid_keeps_bf16_and_drops_only_smaller_bits(bits):
     x = wide_rows(64, 257)
     placed = on_grid(x, bits)
     assert placed.dtype == torch.bfloat16
@@ -55,7 +55,7 @@ def test_a_grid_keeps_bf16_and_loses_only_what_lies_below_it(bits):
     assert torch.equal(placed[near], x[near])
 
 
-def test_a_grid_does_not_hide_what_is_not_finite():
+def test_a_grid_keeps_inf_and_nan():
     x = torch.randn(3, 16).bfloat16()
     x[0, 3], x[1, 4] = torch.nan, torch.inf
     placed = on_grid(x, 21)

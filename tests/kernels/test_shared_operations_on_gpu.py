@@ -26,7 +26,7 @@ def sequences(*lengths: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120])
-def test_norms_do_not_see_the_batch_and_the_fused_one_equals_the_two_steps(k):
+def test_norms_do_not_depend_on_the_batch_or_fusion(k):
     x, residual, weight = normal(4097, k), normal(4097, k, seed=1), normal(k, seed=2)
     whole = kernels.rms_norm(x, weight, EPS)
     expected = reference.rms_norm(x.double(), weight.double(), EPS)
@@ -41,7 +41,7 @@ def test_norms_do_not_see_the_batch_and_the_fused_one_equals_the_two_steps(k):
 
 
 @pytest.mark.parametrize(("k", "columns"), [(2048, 151936), (4096, 32000), (896, 99)])
-def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
+def test_logits_and_log_probs_do_not_depend_on_the_batch(k, columns):
     hidden, weight = normal(1025, k), normal(columns, k, seed=1)
     whole = kernels.logits(hidden, weight)
     expected = hidden[:64].double() @ weight.double().t()
@@ -59,7 +59,7 @@ def test_logits_and_log_probs_do_not_see_the_batch(k, columns):
         assert torch.equal(kernels.log_probs(some, tokens[rows], temperature[rows]), found[rows])
 
 
-def test_router_logits_are_those_of_any_tile():
+def test_router_logits_do_not_depend_on_the_tile():
     """Few columns have tiles of their own; a column has the bits that it has among many."""
     hidden, weight = normal(10000, 2048), normal(128, 2048, seed=1)
     whole = kernels.logits(hidden, weight)
@@ -78,7 +78,7 @@ def test_unused_vocabulary_is_masked_in_place_under_autograd():
     assert hidden.grad is not None and weight.grad[33:].abs().max() == 0
 
 
-def test_rotary_and_activation_do_not_see_the_batch():
+def test_rotary_and_activation_do_not_depend_on_the_batch():
     table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
     qkv, both = normal(4097, 48, 128), normal(4097, 2 * 3072)
     positions = torch.arange(4097, device="cuda").flip(0) // 2
@@ -97,7 +97,7 @@ def test_rotary_and_activation_do_not_see_the_batch():
         assert torch.equal(kernels.silu_mul(*both[some].chunk(2, -1)), active[some])
 
 
-def test_a_position_without_angles_gives_nan():
+def test_positions_outside_the_table_give_nan():
     table = kernels.rotary_table(128, 64, {"rope_theta": 1e6}).cuda()
     positions = torch.tensor([63, 64, -1, 2**40, 0], device="cuda")
     for x in kernels.rotary(normal(5, 4, 128), normal(5, 2, 128), table, positions):
@@ -105,7 +105,7 @@ def test_a_position_without_angles_gives_nan():
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (5, 1)])
-def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv_heads):
+def test_heads_of_a_merged_projection_match_a_copy(heads, kv_heads):
     """The trainer normalizes heads of its own, the rollout those that the merged projection wrote."""
     weight = normal(128, seed=2)
     for tokens in (1, 2, 16, 333, 4097):
@@ -119,7 +119,7 @@ def test_heads_that_lie_in_a_merged_projection_have_the_bits_of_a_copy(heads, kv
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 4), (16, 8), (5, 1)])
-def test_norm_and_rotary_in_one_launch_have_the_bits_of_both(heads, kv_heads):
+def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads):
     """In the trainer's layout, heads of their own, and in the rollout's, a merged projection; gradients too."""
     table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
     weights = normal(128, seed=2), normal(128, seed=3)
@@ -170,7 +170,7 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
-def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_vllms_copy(heads, kv_heads, block_size):
+def test_norm_rotary_write_matches_norm_rotary_and_vllms_copy(heads, kv_heads, block_size):
     """In both of vLLM's layouts of a cache, for any number of tokens; a slot of no token keeps what it held."""
     from vllm._custom_ops import reshape_and_cache_flash
 
@@ -191,7 +191,7 @@ def test_the_write_into_a_bf16_cache_has_the_bits_of_norm_rotary_and_vllms_copy(
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
-def test_the_write_into_an_fp8_cache_has_the_bits_of_norm_rotary_and_write_kv(heads, kv_heads, block_size):
+def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(heads, kv_heads, block_size):
     """Those of ``write_kv``'s kernel, and those of the reference on the CPU."""
     for tokens in (1, 2, 16, 333, 4097):
         pages = -(-tokens // block_size) + 2
@@ -233,7 +233,7 @@ def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
-def test_attention_does_not_see_the_batch_and_decode_equals_it(heads, kv_heads):
+def test_attention_does_not_depend_on_the_batch_and_equals_decode(heads, kv_heads):
     """The trainer's packed call against the rollout's on a paged cache, called as vLLM's backend calls it."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 

@@ -65,7 +65,7 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
 
 
 @pytest.mark.parametrize("tile", [TILES_OF_LOGITS[512], MANY_ROWS])
-def test_logits_are_one_chain_of_matrix_instructions_over_tiles_that_one_copy_brings(tile):
+def test_logits_are_one_chain_of_matrix_instructions_with_tma(tile):
     """The bits of logits rest on this: sixteen products an instruction, ascending, whatever the tile."""
     types = {"hidden": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "weight": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
     constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k, "PROGRAMS": 132}
@@ -76,7 +76,7 @@ def test_logits_are_one_chain_of_matrix_instructions_over_tiles_that_one_copy_br
 
 
 @pytest.mark.parametrize(("capability", "count"), [(89, 0), (90, 1), (100, 1)])
-def test_the_quantizer_lets_the_next_kernel_start_at_once_where_the_gpu_can(capability, count):
+def test_the_quantizer_launches_its_dependents_at_once_on_hopper(capability, count):
     types = {"x_ptr": "*bf16", "qdata_ptr": "*u8", "scales_ptr": "*fp32"}
     constants = {"POW2": False, "EVEN_K": True, "GROUPS": 32}
     ptx = ptx_for_hopper(_quantize_1x128_kernel, types, constants, capability, num_warps=4)
@@ -116,7 +116,7 @@ _LAYOUT = {"HEADS": 8, "ROWS": kv_cache._ROWS, "UNITS": 1}
         ),
     ],
 )
-def test_packed_qdata_are_stored_and_not_looked_at(kernel, types, constants):
+def test_packed_qdata_are_only_stored(kernel, types, constants):
     """Beside any other use of a register that E4M3 was packed into, ptxas 12.8 reads it before it is written: both the
     instruction that unpacks and a shift gave a GPU constants for half of the numbers."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -132,7 +132,7 @@ def test_packed_qdata_are_stored_and_not_looked_at(kernel, types, constants):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_attention_sees_is_rounded_two_numbers_at_a_time(keep):
+def test_quantize_dequantize_kv_rounds_two_values_at_a_time(keep):
     """No number of 16 a thread is unpacked for it, in loads and stores of 16 bytes."""
     constants = {"HEADS": 8, "ROWS": kv_cache._ROWS, "KEEP": keep}
     ptx = ptx_for_hopper(kv_cache._quantize_kernel, _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8"), constants)

@@ -114,7 +114,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
     ],
     ids=lambda value: value.__name__.strip("_") if hasattr(value, "__name__") else "",
 )
-def test_the_others_compile_for_hopper_and_nothing_is_added_atomically(kernel, types, constants):
+def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants):
     ptx = ptx_for_hopper(kernel, types, constants, num_warps=WARPS if "CHUNK" in constants else 4)
     assert ".entry" in ptx
     assert not re.search(r"\b(atom|red)\.", ptx)

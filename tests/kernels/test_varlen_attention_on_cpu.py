@@ -26,30 +26,30 @@ def cu_seqlens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 64), (6, 2, 80), (8, 1, 128)])
-def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, head_dim):
-    ours = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim, torch.float64)]
-    exact = [x.detach().clone().requires_grad_() for x in ours]
-    out = kernels.varlen_attention(*ours, cu_seqlens(), max(LENGTHS), head_dim**-0.5)
+def test_values_and_gradients_match_the_formula(heads, kv_heads, head_dim):
+    leaves = [x.requires_grad_() for x in operands(heads, kv_heads, head_dim, torch.float64)]
+    exact = [x.detach().clone().requires_grad_() for x in leaves]
+    out = kernels.varlen_attention(*leaves, cu_seqlens(), max(LENGTHS), head_dim**-0.5)
     want = reference.attention_by_formula(*exact, LENGTHS, head_dim**-0.5)
     gradient = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     out.backward(gradient)
     want.backward(gradient)
     torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
-    for mine, theirs in zip(ours, exact, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=1e-11)
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(leaf.grad, exact_leaf.grad, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_sequence_has_the_bits_of_stock_sdpa_with_it_alone(dtype):
+def test_a_sequence_matches_stock_sdpa_of_it_alone(dtype):
     q, k, v = operands(6, 2, 64, dtype)
     out = kernels.varlen_attention(q, k, v, cu_seqlens(), max(LENGTHS), 0.2)
-    for mine, *parts in zip(*(x.split(LENGTHS) for x in (out, q, k, v)), strict=True):
+    for rows, *parts in zip(*(x.split(LENGTHS) for x in (out, q, k, v)), strict=True):
         parts = [x.transpose(0, 1)[None] for x in parts]
         alone = functional.scaled_dot_product_attention(*parts, is_causal=True, scale=0.2, enable_gqa=True)
-        assert torch.equal(mine, alone[0].transpose(0, 1))
+        assert torch.equal(rows, alone[0].transpose(0, 1))
 
 
-def test_no_sequence_sees_another():
+def test_sequences_do_not_affect_each_other():
     q, k, v = operands(2, 1, 64, torch.float32)
     whole = kernels.varlen_attention(q, k, v, cu_seqlens(), max(LENGTHS), 0.125)
     others = torch.ones(len(q), dtype=torch.bool)
@@ -68,7 +68,7 @@ def test_no_sequence_sees_another():
         ((64, 64, 64), torch.float32, "operands in torch.float32, .*"),
     ],
 )
-def test_what_flash_attention_does_not_support_is_refused(features, dtype, sentence):
+def test_unsupported_operands_of_flash_attention_raise(features, dtype, sentence):
     """The meta device stands for a GPU: what is refused is seen before anything runs."""
     operands = [torch.empty(8, 2, n, dtype=dtype, device="meta") for n in features]
     with pytest.raises(ValueError, match=f"varlen_attention: there is no kernel for {sentence}$"):
@@ -79,7 +79,7 @@ def test_what_flash_attention_does_not_support_is_refused(features, dtype, sente
     ("missing", "forward"),
     [(None, flash_attention_3), ("not Hopper", torch_flash_attention)],
 )
-def test_a_gpu_without_flash_attention_3_runs_torchs_own(monkeypatch, missing, forward):
+def test_a_gpu_without_flash_attention_3_runs_torch_flash_attention(monkeypatch, missing, forward):
     monkeypatch.setattr(vllm_kernels, "no_flash_attention_3", lambda: missing)
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)

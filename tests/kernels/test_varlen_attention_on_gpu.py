@@ -26,7 +26,7 @@ def operands(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> li
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (7, 1)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_values_and_gradients_are_those_of_float32_sdpa(head_dim, heads, kv_heads, dtype, name):
+def test_values_and_gradients_match_float32_sdpa(head_dim, heads, kv_heads, dtype, name):
     if name == "flash_attention_3" and (reason := vllm_kernels.no_flash_attention_3()):
         pytest.skip(reason)
     ours, scale = operands(heads, kv_heads, head_dim, dtype), head_dim**-0.5
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_float32_sdpa(head_dim, heads, kv_head
         assert (mine.grad.float() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
 
 
-def test_the_operation_runs_the_forward_that_it_names():
+def test_the_operation_runs_the_selected_forward():
     ours = operands(8, 2, 128, torch.bfloat16)
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
     out = varlen_attention(*ours, cu, max(LENGTHS), 128**-0.5)
@@ -53,7 +53,7 @@ def test_the_operation_runs_the_forward_that_it_names():
     assert torch.equal(out, expected)
 
 
-def test_long_sequences_take_no_memory_but_their_own():
+def test_long_sequences_allocate_no_mask():
     """A mask [T, T] of 65,536 tokens would be 4 GiB in one byte each."""
     q, k, v = (torch.randn(65536, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1, 1))
     cu = torch.tensor([0, 30000, 65536], device="cuda", dtype=torch.int32)

@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def native_library() -> None:
-    """The native kernels: skips another GPU than theirs, fails where they are not built."""
+    """Skips on a GPU other than Hopper, fails where the native kernels are not built."""
     from jetrl_verl.kernels import native
 
     if torch.cuda.get_device_capability() != (9, 0):
@@ -46,5 +46,5 @@ def on_a_cpu(emulated, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Whatever a test draws without a generator of its own is the same in every run."""
+    """Draws without a generator are the same in every run."""
     torch.manual_seed(0)

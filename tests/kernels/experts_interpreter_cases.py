@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels of a mixture of experts under Triton's interpreter (test_interpreted_on_cpu.py).
 
-Integers, copies and FP32 sums of BF16 numbers in every bit; products to a step of BF16, to which the interpreter
-truncates.
+Integers, copies and FP32 sums match in every bit; BF16 products to one step, since the interpreter truncates.
 """
 
 from importlib import import_module
@@ -24,7 +23,7 @@ BF16_STEP = 2**-7
 
 
 def set_of(monkeypatch: pytest.MonkeyPatch, name: str, **sizes: int) -> None:
-    """Other sizes of programs in a module of kernels: few rows then reach what many would, and each takes time here."""
+    """Set smaller program sizes in a kernel module, so that few rows reach the paths of many."""
     module = import_module(f"jetrl_verl.kernels.{name}")
     for size, value in sizes.items():
         monkeypatch.setattr(module, size, value)
@@ -101,13 +100,13 @@ def test_segments_of_no_pair_and_of_many_pieces(monkeypatch):
 
 
 PERMUTED = [(0, 8, 2), (1, 8, 2), (3, 60, 6), (16, 128, 8), (17, 128, 8), (40, 8, 2), (41, 8, 2)]
-"""Tokens, experts and experts of a token: one launch, two and five, and more pairs than are compared at once."""
+"""Tokens, experts, experts per token: one launch, two and five, and more pairs than one comparison covers."""
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), PERMUTED)
 def test_route_and_permute_matches_its_separate_operations(tokens, experts, k, renormalize, monkeypatch):
-    """Bits of the operations that it stands for, weights included: a decoded token is a training step's."""
+    """Bitwise, weights included: a decoded token equals a training step's."""
     set_of(monkeypatch, "route_and_permute", _MOST_TOKENS=40, _PAIRS=64)
     logits = normal(tokens, experts).float() * 3
     logits[:, 1] = logits[:, 0]
@@ -151,7 +150,7 @@ def assert_same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
 
 
 def before(start: torch.Tensor, rowwise: QuantizedTensor | None, colwise: QuantizedTensor | None):
-    """What lies in front of the end of the last segment."""
+    """The part before the end of the last segment."""
     end = int(start[-1])
     if rowwise is not None:
         rowwise = QuantizedTensor(rowwise.qdata[:end], rowwise.scales[:end])
@@ -168,7 +167,7 @@ SEGMENTS_OF_128 = [
     (chosen(3, 4, 4), 4, "fp32"),
     slow(chosen(3, 8, 8), 8, "pow2"),
 ]
-"""Several groups an expert, experts without tokens, and few tokens of many."""
+"""Experts with several groups, with no tokens, and with few tokens."""
 
 
 @pytest.mark.parametrize(("experts_of", "experts", "rule"), SEGMENTS_OF_128)
@@ -207,13 +206,13 @@ def test_combine(few, k, monkeypatch):
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:
-    """To BF16, as the interpreter has it: a GPU rounds."""
+    """Truncate to BF16, as the interpreter does; a GPU rounds."""
     return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
 
 
 @pytest.mark.parametrize(("few", "ranks", "k"), [(2**17, 2, 8), (0, 2, 3), (2**17, 4, 1), (0, 1, 2)])
 def test_combine_of_ranks(few, ranks, k, monkeypatch):
-    """Of numbers whose FP32 sums are exact and take more bits than BF16 has: each rank's sum is one, then the total."""
+    """FP32 sums are exact and need more bits than BF16 has: each rank's sum is rounded, then the total."""
     set_of(monkeypatch, "combine", _FEW_ELEMENTS=few)
     where = reference.segments(chosen(9, 8, k), 8, 16)
     y = torch.randint(-255, 256, (ranks, len(where.pair), 300)) * 2 ** torch.randint(0, 4, (ranks, 1, 300))
@@ -256,7 +255,7 @@ def test_grouped_gemm(experts_of, align):
 
 @pytest.mark.parametrize(("ranks", "align"), [(2, 1), slow(3, 128), slow(6, 1)])
 def test_grouped_gemm_of_ranks(ranks, align):
-    """A rank's rows are its slices' product, and lie behind those of the rank before."""
+    """A rank's rows are the product of its slices and follow those of the previous rank."""
     where = reference.segments(chosen(40, 4, 2), 4, align)
     a, b = reference.quantize_1x128(normal(len(where.pair), 768, seed=4), "fp32"), experts_weight(4, 256, 768)
     got, used = triton_kernels.grouped_gemm_nt_of_ranks(a, b, where.start, ranks), int(where.start[-1])
@@ -282,7 +281,7 @@ def test_grouped_weight_gradient(experts_of):
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
 @pytest.mark.parametrize("many", [0, 2**13])
 def test_weighted_activation(many, rule, monkeypatch):
-    """By programs of many groups and of few."""
+    """Programs of many groups and of few."""
     set_of(monkeypatch, "weighted_silu_mul", _MANY_GROUPS=many)
     where = reference.segments(chosen(11, 8, 2), 8, 16)
     gate_up, weights = normal(len(where.pair), 512) * 2, torch.rand(11, 2)
@@ -301,7 +300,7 @@ def assert_close_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
 
 @pytest.mark.parametrize(("experts_of", "experts", "rule"), SEGMENTS_OF_128)
 def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
-    """Both layouts are those of one BF16 gradient."""
+    """Both layouts come from one BF16 gradient."""
     where = reference.segments(experts_of, experts, 128)
     filled = where.pair >= 0
     gate_up = normal(len(where.pair), 512, seed=3) * 2

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""FlashAttention 3's arithmetic for one query, operation by operation, on Hopper: what a kernel with its bits computes.
+"""FlashAttention 3's arithmetic on Hopper for one query, operation by operation, from its machine code (docs/log.md).
 
-Read off the machine code of vLLM 0.24.0's wheel and its source (docs/log.md), with the rounding of Hopper's
-BF16 tensor cores from arXiv 2511.10909. Only ``2^x`` is not the GPU's, which is approximate: correctly rounded here.
+Tensor cores round as in arXiv 2511.10909; ``2^x`` is correctly rounded here, where the GPU approximates.
 """
 
 import numpy as np

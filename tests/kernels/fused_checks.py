@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every operation that quantizes its result must satisfy, on any device: the bits of the plain operation, the
-bytes of ``reference``, and not a byte more or less written than its outputs have."""
+"""Checks of operations that quantize their result, on any device: the bits of the plain operation, the bytes of
+``reference``, and no write outside their outputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,7 +61,7 @@ def bf16(case: Callable, m: int, k: int, device: str, seed: int = 0) -> torch.Te
 
 
 def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
-    """Alone and behind a residual sum, with and without the BF16 rows."""
+    """Alone and after a residual sum, with and without the BF16 rows."""
     x, residual, weight = bf16(case, m, k, device), bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
     for added in (None, residual):
         # The sum comes from the plain kernel: Triton's interpreter truncates where torch, and a GPU, round to BF16.
@@ -80,7 +80,7 @@ def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
 
 
 def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: str, slots: int = 2) -> None:
-    """With and without qdata, behind ``slots`` experts of each of ``m`` tokens, of which the first has none."""
+    """With and without qdata, after ``slots`` experts of each of ``m`` tokens; the first expert has no token."""
     experts = slots + 3
     experts_of = torch.arange(m)[:, None] * 5 + torch.arange(slots).flip(0)
     where = reference.segments((1 + experts_of % (experts - 1)).to(torch.int32), experts, 1)
@@ -105,7 +105,7 @@ def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: 
 
 
 def check_silu_mul(case: Callable, m: int, k: int, rule: str, device: str) -> None:
-    """Operands that are halves of one tensor, each combination of outputs."""
+    """Operands that are halves of one tensor, every combination of outputs."""
     gate, up = torch.cat([bf16(case, m, k, device), bf16(gaussian, m, k, device, 1)], dim=1).chunk(2, dim=1)
     plain = triton_kernels.silu_mul(gate, up)
     rows, columns = reference.quantize_1x128_and_128x1(plain.cpu(), rule)

@@ -39,7 +39,7 @@ def test_combine_add_rms_norm_of_any_number_of_experts(monkeypatch, m, k, slots)
 
 
 def test_combine_add_rms_norm_sums_as_the_reference():
-    """Of whole numbers, whose sums need no rounding, which the interpreter does otherwise."""
+    """Sums of integers need no rounding, in which the interpreter differs."""
     generator = torch.Generator().manual_seed(0)
     y, residual = (torch.randint(-9, 10, (rows, 256), generator=generator).bfloat16() for rows in (21, 7))
     row = torch.randperm(21, generator=generator).view(7, 3).to(torch.int32)

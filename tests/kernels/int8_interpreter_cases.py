@@ -26,7 +26,7 @@ def test_leading_dimensions_strides_and_empty_batches():
 
 @pytest.mark.parametrize("shape", [(65, 130, 300), (1, 256, 256), (130, 66, 128), (3, 5, 0), (0, 128, 128)])
 def test_gemm_matches_the_reference(shape):
-    """In every bit without a bias; the interpreter rounds a fused multiply-add twice, and it truncates to BF16."""
+    """Bitwise without a bias; the interpreter rounds a fused multiply-add twice and truncates to BF16."""
     m, n, k = shape
     a, b = reference.quantize_int8(heavy_tailed(m, k)), reference.quantize_int8(gaussian(n, k))
     bias = gaussian(n, 2)[:, 1]

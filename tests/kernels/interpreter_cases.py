@@ -62,8 +62,7 @@ def test_an_unknown_scale_rule_raises(quantize):
 @pytest.mark.parametrize("b_block_scaled", [True, False])
 @pytest.mark.parametrize("shape", [(65, 130, 300), (1, 256, 256), (130, 66, 128), (3, 5, 0), (0, 128, 128)])
 def test_gemm_follows_the_contract(shape, b_block_scaled):
-    """To FP32 accuracy, not to the bit: the interpreter rounds the promotion twice where a GPU fuses it. FP32 out only:
-    it truncates where a GPU rounds to BF16."""
+    """To FP32 accuracy: the interpreter rounds the promotion twice, where a GPU fuses it, and truncates to BF16."""
     m, n, k = shape
     quantize_b = reference.quantize_128x128 if b_block_scaled else reference.quantize_1x128
     a, b = reference.quantize_1x128(heavy_tailed(m, k), "fp32"), quantize_b(gaussian(n, k), "fp32")
@@ -92,7 +91,7 @@ def test_gemm_reads_the_layouts_that_the_quantizers_write(b_block_scaled):
     ("ranks", "with_bias"), [(1, False), slow(1, True), slow(2, False), (2, True), slow(4, False), slow(4, True)]
 )
 def test_rank_products_are_rounded_and_added_in_order(ranks, with_bias):
-    """Of small integers, whose FP32 sums are exact; a BF16 number is cut here where a GPU rounds it."""
+    """Small integers, whose FP32 sums are exact; the interpreter truncates to BF16."""
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)

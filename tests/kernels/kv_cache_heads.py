@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that an FP8 KV cache's quantizer is tried with, on any device."""
+"""Heads for tests of the FP8 KV cache's quantizer, on any device."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,8 @@ SCALES = range(-63, 121)
 
 
 def every_number(exponent: int) -> torch.Tensor:
-    """``[N, 1, 128]`` heads of scale 2^exponent with all BF16 numbers that they can hold, none of them negative: up to
-    448 times the scale, or to the largest there is, which rounds to 2^128."""
+    """``[N, 1, 128]`` heads of scale 2^exponent with all non-negative BF16 numbers up to 448 times the scale, or to the
+    largest, which rounds to 2^128."""
     numbers = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16)
     fitting = numbers[numbers.double() <= 448 * 2.0**exponent]
     others = F.pad(fitting, (0, -len(fitting) % 127)).view(-1, 127)
@@ -32,7 +32,7 @@ def every_maximum() -> torch.Tensor:
 
 
 def assert_seen(got: torch.Tensor, heads: torch.Tensor) -> None:
-    """``got``: what a kernel says attention sees of ``heads``, in every bit, signs of zeros too; any NaN is a NaN."""
+    """``got`` is ``heads`` quantized and dequantized, bitwise, signs of zeros too; all NaN are equal."""
     pair = got.cpu(), dequantize_heads(quantize_heads(heads))
     actual, desired = (x.view(torch.int16).masked_fill(x.isnan(), 0x7FC0) for x in pair)
     assert actual.shape == desired.shape and torch.equal(actual, desired)

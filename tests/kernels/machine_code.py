@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Machine code of a compiled kernel or library, disassembled by what Triton brings; needs no GPU."""
+"""Machine code of a compiled kernel or library, disassembled by Triton's cuobjdump; needs no GPU."""
 
 import subprocess
 from pathlib import Path

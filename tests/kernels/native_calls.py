@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A call of each native operator, and the changes to it that csrc/binding.cpp refuses, with its sentences."""
+"""A call of each native operator, and changes to it for which csrc/binding.cpp raises, with the messages."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from jetrl_verl.reference import BLOCK
 
 
 def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
-    """(all arguments of a call of ``operator`` that is supported, those of them that it writes: NaN, qdata 0x5A)."""
+    """(all arguments of a supported call of ``operator``, those that it writes, filled with NaN or qdata 0x5A)."""
     block_scaled = operator != "wgrad"
     a, b = operands(20, 144, 272, block_scaled)
 
@@ -75,7 +75,7 @@ def decode_call(**changes) -> dict[str, torch.Tensor]:
 
 
 def decode_call_bf16(**changes) -> dict[str, torch.Tensor]:
-    """The same over BF16 pages, among NaN."""
+    """The same over BF16 pages, between NaN."""
     call = decode_call()
     keys, values = reference.read_cache(call.pop("cache"))
     keys, values = (kernels.cache_form(x.transpose(1, 2).contiguous()) for x in (keys, values))
@@ -88,7 +88,7 @@ def is_untouched(x: torch.Tensor) -> bool:
 
 
 def shifted(x: torch.Tensor) -> torch.Tensor:
-    """The same shape and strides, from 4 bytes further on."""
+    """The same shape and strides, at an address 4 bytes further."""
     step = 4 // x.itemsize
     moved = torch.empty(x.untyped_storage().nbytes() // x.itemsize + 16, dtype=x.dtype)
     return moved.as_strided(x.shape, x.stride(), step)
@@ -114,7 +114,7 @@ def narrower(x: torch.Tensor) -> torch.Tensor:
 
 
 def interleaved(x: torch.Tensor) -> torch.Tensor:
-    """The same shape and rows as far apart, but with every other element of memory left out."""
+    """The same shape and row stride, with every other element of memory left out."""
     return torch.empty(2 * x.numel(), dtype=x.dtype).as_strided(x.shape, (x.shape[1], 2))
 
 
@@ -187,12 +187,12 @@ def of_dense(operator: str, argument: str, name: str, kind: str) -> list[tuple]:
 
 
 def three_dimensional(change: Callable) -> Callable:
-    """The change of a matrix, made to each expert's as rows of one."""
+    """``change`` applied to all experts' rows as one matrix."""
     return lambda x: change(x.flatten(0, 1)).unflatten(0, (x.shape[0], -1))
 
 
 def apart(x: torch.Tensor) -> torch.Tensor:
-    """Experts that are no parts of one matrix: half a row's bytes more between them."""
+    """Experts that are not parts of one matrix: half a row of bytes between them."""
     e, n, k = x.shape
     return (
         torch.empty(e * (n * k + k // 2), dtype=torch.uint8).view(x.dtype).as_strided(x.shape, (n * k + k // 2, k, 1))
@@ -204,7 +204,7 @@ W_ALIGNED, W_SCALES = "the rows of W must be contiguous", "the scales of W must 
 
 
 def of_experts(operator: str) -> list[tuple]:
-    """What of_gemm asks of X and the output, and what is asked of experts."""
+    """The cases of of_gemm for X and the output, and those of experts."""
     x = [case for case in of_gemm(operator, "x", "w", "y", ("X", "W"), BLOCK) if case[1] not in ("w", "w_scales")]
     x = [(*case[:3], case[3].replace("20 x 144", "20 x 128")) for case in x]
     return [

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared operations under Triton's interpreter (test_interpreted_on_cpu.py).
-
-FP32 results to FP32 accuracy, BF16 results to one step: the interpreter truncates to BF16.
-"""
+"""The shared operations under Triton's interpreter (test_interpreted_on_cpu.py): FP32 results to FP32 accuracy, BF16
+results to one step, since the interpreter truncates to BF16."""
 
 import sys
 
@@ -131,7 +129,7 @@ TABLE = kernels.rotary_table(128, 64, {"rope_theta": 1e4})
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_rotary_and_back(tokens, heads, kv_heads, dtype):
-    """Parts of a wider tensor and rows of their own, queries with keys and alone, in any order of positions."""
+    """Views of a wider tensor and contiguous rows, queries with keys and alone, positions in any order."""
     positions = torch.randint(0, 64, (tokens,), dtype=dtype)
     qkv = normal(tokens, heads + 2 * kv_heads, 128)
     q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
@@ -148,7 +146,7 @@ def test_rotary_and_back(tokens, heads, kv_heads, dtype):
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (5, 3, 3), (2, 9, 5), (0, 2, 2)])
 def test_norm_rotary_matches_norm_then_rotary(tokens, heads, kv_heads):
-    """Heads of a merged projection, of a tensor of their own, and some that lie off 16-byte boundaries."""
+    """Heads of a merged projection, of a contiguous tensor, and some off 16-byte boundaries."""
     positions = torch.randint(0, 64, (tokens,))
     weights, rows = (normal(128, seed=2), normal(128, seed=3)), normal(tokens, (heads + 2 * kv_heads) * 128 + 4)
     merged = rows[:, :-4].unflatten(-1, (-1, 128)), rows[:, 4:].unflatten(-1, (-1, 128))
@@ -162,7 +160,7 @@ def test_norm_rotary_matches_norm_then_rotary(tokens, heads, kv_heads):
 
 
 def test_positions_outside_the_table_give_nan():
-    """The rows beside the table hold numbers, so reading them would show."""
+    """The rows around the table are finite, so reading them would show."""
     table, positions = torch.ones(66, 128).bfloat16(), torch.tensor([63, 64, -1, 2**40, 0])
     table[1:-1] = TABLE
     q, k = normal(5, 3, 128), normal(5, 1, 128)
@@ -192,7 +190,7 @@ def test_silu_mul_and_its_gradient(shape):
 
 
 LOGITS = [(1, 128, 99), (70, 200, 130), (131, 64, 530), (600, 64, 20), (9, 64, 600), (0, 64, 8)]
-"""Of routers and of vocabularies."""
+"""Sizes of routers and of vocabularies."""
 
 
 @pytest.mark.parametrize(("rows", "k", "columns"), LOGITS)
@@ -207,7 +205,7 @@ def test_logits(rows, k, columns):
 @pytest.mark.parametrize("tile", [TILES[512], MANY_ROWS])
 @pytest.mark.parametrize(("k", "offset"), [(200, 0), (200, 1), (204, 0)])
 def test_logits_of_several_tiles_a_program(tile, k, offset):
-    """Edges in rows, columns and K, and operands that do not begin at a multiple of 16 bytes, or whose rows do not."""
+    """Edges in rows, columns and K; operands or rows that do not start at a multiple of 16 bytes."""
     hidden, weight = normal(300, k), normal(1000 * k + offset, seed=1)[offset:].view(1000, k)
     expected = hidden.double() @ weight.double().t()
     got = triton_logits_by(hidden, weight, tile)
@@ -254,7 +252,7 @@ def test_log_probs_of_a_row_with_nan_is_nan():
 
 @pytest.mark.parametrize("columns", [1, 99, 4096, 4097, 9001])
 def test_drawn_tokens_with_log_probs_and_ranks(columns):
-    """The reference's tokens; the bits that the trainer has for them; the ranks of a sort."""
+    """Tokens of the reference, log-probabilities of the trainer, ranks of a sort."""
     rows = 8
     logits = normal(rows, columns + 3).float()[:, :columns] * 3
     logits[:, columns // 2 + 1 :: 2] = -torch.inf
@@ -272,7 +270,7 @@ def test_drawn_tokens_with_log_probs_and_ranks(columns):
 
 
 def test_draw_of_many_rows_in_several_groups(monkeypatch):
-    """More rows than are read together, with a rest, in two chunks."""
+    """More rows than one group, with a remainder, in two chunks."""
     monkeypatch.setattr(log_probs, "ROWS_TOGETHER", 16)
     logits, rows = normal(40, 4100).float() * 3, 40
     seeds = torch.randint(-(2**63), 2**63 - 1, (2, rows), generator=torch.Generator().manual_seed(0))
@@ -310,7 +308,7 @@ def test_a_row_without_a_softmax_gives_a_token_and_nan(value):
 
 
 def test_tiny_shares_are_drawn_at_their_place():
-    """Shares of 1e-12, below what FP32 noise of one column can tell apart."""
+    """Shares of 1e-12, below the FP32 resolution of one column."""
     mass = torch.tensor([1.0, 1e-12, 3.0, 0.0]).double()
     for share, place in ((0.0, 0), (0.2499, 0), (0.25 + 1e-13, 1), (0.2501, 2), (1.0, 2)):
         assert chosen(mass, share) == place
@@ -337,7 +335,7 @@ def test_log_probs_of_an_expanded_token_matrix():
 
 
 def caches(x: torch.Tensor) -> list[torch.Tensor]:
-    """Keys and values with what a cache must keep: outliers, zeros, numbers below the smallest scale, Inf and NaN."""
+    """Keys and values with outliers, zeros, values below the smallest scale, Inf and NaN."""
     k, v = x.clone(), x.flip(0) * 3
     k[:, :, 7] *= 100
     v[0, 0] = 0
@@ -347,7 +345,7 @@ def caches(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """In every bit, whatever NaN it is."""
+    """Bitwise, with all NaN equal."""
     if got.is_floating_point():
         got, want = got.float().nan_to_num(12345.0), want.float().nan_to_num(12345.0)
     return got.shape == want.shape and torch.equal(got, want)
@@ -367,8 +365,8 @@ def test_quantize_and_dequantize_kv(tokens, heads, in_part):
         assert all(same(a, b) for a, b in zip(seen, want[4:], strict=True))
 
 
-def check_what_is_seen_of(heads: torch.Tensor) -> None:
-    """By the quantizer's kernel in programs of 512 heads: in its own of 16 the interpreter would take minutes."""
+def check_dequantized(heads: torch.Tensor) -> None:
+    """Programs of 512 heads instead of 16, with which the interpreter takes minutes."""
     got, unused = [torch.empty_like(heads) for _ in range(2)], [torch.empty(0, dtype=torch.uint8)] * 4
     call = (heads, heads.neg(), *unused, *got, len(heads), *(64, 64) * 2)
     _quantize_kernel[(-(-len(heads) // 512), 2)](*call, HEADS=1, ROWS=512, KEEP=False)
@@ -379,11 +377,11 @@ def check_what_is_seen_of(heads: torch.Tensor) -> None:
 @pytest.mark.parametrize("first", SCALES[::23])
 def test_every_bf16_value_at_every_scale_matches_the_reference(first):
     for exponent in range(first, first + 23):
-        check_what_is_seen_of(every_number(exponent))
+        check_dequantized(every_number(exponent))
 
 
 def test_heads_of_every_maximum_match_the_reference():
-    check_what_is_seen_of(every_maximum())
+    check_dequantized(every_maximum())
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -436,7 +434,7 @@ def merged_heads(tokens: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, 
 
 
 def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions, and slots: scattered over the pages, some -1, and none of the last token where there are several."""
+    """Positions, and scattered slots, some -1; of several tokens the last one has no slot."""
     chance = torch.Generator().manual_seed(tokens)
     slots = torch.randperm(pages * block_size, generator=chance)[:tokens]
     slots[2::5] = -1
@@ -446,7 +444,7 @@ def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor,
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
 @pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["NHD", "HND"])
 def test_norm_rotary_write_matches_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order):
-    """In both of vLLM's layouts; what no token is stored to stays as it was."""
+    """In both of vLLM's layouts; slots without a token keep their contents."""
     (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
     weights = normal(128, seed=2), normal(128, seed=3)
     q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One call of every operator of kernels/, as torch sees it, for tests that go through all of them."""
+"""One call of every operator of kernels/, for tests over all of them."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ HEADS, KV_HEADS, TOKENS, PAGES = 2, 1, 20, 3
 
 
 def calls(device: str) -> dict[str, tuple[Any, ...]]:
-    """Operation -> arguments of its operator, quantized tensors as qdata and scales; rows of every size but round."""
+    """Operation -> arguments of its operator, quantized tensors as qdata and scales."""
 
     def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What every fast quantizer must satisfy, on any device: the bytes of ``reference``."""
+"""Checks of every fast quantizer against the bytes of ``reference``, on any device."""
 
 import torch
 

@@ -30,7 +30,7 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: tor
 
 
 def attention_by_formula(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float):
-    """``softmax(q k^T scale) v`` written out, with ``[tokens, heads, features]`` operands and no kernel of torch's."""
+    """``softmax(q k^T scale) v`` written out, with ``[tokens, heads, features]`` operands and no kernel of torch."""
     outputs = []
     for q_, k_, v_ in zip(*(x.split(lengths) for x in (q, k, v)), strict=True):
         k_, v_ = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k_, v_))

@@ -16,7 +16,7 @@ def slow(*values):
 
 
 def one_rule_fast(cases: Iterable) -> list:
-    """Each of ``cases`` with both scale rules, the rules taking turns to be the fast one."""
+    """Every case with both scale rules; the fast rule alternates."""
     pairs = [(case, rules) for case, rules in zip(cases, itertools.cycle([SCALE_RULES, SCALE_RULES[::-1]]))]
     return [pair for case, (first, second) in pairs for pair in ((case, first), slow(case, second))]
 

@@ -27,7 +27,7 @@ def gpu_of(monkeypatch):
 
 
 def test_every_operation_has_a_backend_on_the_cpu_and_on_hopper():
-    """Two are the CPU's alone: vLLM computes them on a GPU."""
+    """Two are for the CPU alone: vLLM computes them on a GPU."""
     for operation, row in kernels.BACKENDS.items():
         assert set(row) in ({"cpu", "sm90"}, {"cpu"}), operation
         assert row["cpu"] in (("reference",), ("composed",), ("sdpa",))
@@ -137,11 +137,11 @@ def test_fprop_is_quantize_then_gemm(rule, with_bias):
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_only_the_native_backend_gets_static_weight(monkeypatch, backend):
-    """It is said by the caller alone, so that a trainer, which quantizes its weight right before, never says it."""
-    heard = []
+    """Only the caller sets it, so a trainer, which quantizes its weight right before, never does."""
+    received = []
 
     def product(a, b, **call):
-        heard.append(call.get("static_weight", "nothing"))
+        received.append(call.get("static_weight", "nothing"))
         return reference.gemm_nt(a, b, b_block_scaled=call["b_block_scaled"], bias=call["bias"])
 
     monkeypatch.setitem(dispatch._implementations, ("gemm_nt_128x128", backend), dispatch.Implementation(product, None))
@@ -151,16 +151,16 @@ def test_only_the_native_backend_gets_static_weight(monkeypatch, backend):
         for options in ({}, {"static_weight": True}):
             kernels.fprop(x, w.qdata, w.scales, None, "fp32", **options)
             kernels.fprop_quantized(qdata, w.qdata, w.scales, None, **options)
-    assert heard == ([False, False, True, True] if backend == "native" else ["nothing"] * 4)
+    assert received == ([False, False, True, True] if backend == "native" else ["nothing"] * 4)
 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
 def test_only_the_native_backend_gets_static_segments(monkeypatch, backend):
-    """Where segments lie is older than the kernel in front of the second product, not than that of the first."""
-    heard = []
+    """Segments are older than the kernel before the second product, not than the one before the first."""
+    received = []
 
     def product(a, b, start, align, **call):
-        heard.append(tuple(call.get(name, "nothing") for name in ("static_weight", "static_segments")))
+        received.append(tuple(call.get(name, "nothing") for name in ("static_weight", "static_segments")))
         return reference.grouped_gemm_nt(a, b, start)
 
     stub = dispatch.Implementation(product, None)
@@ -172,8 +172,8 @@ def test_only_the_native_backend_gets_static_segments(monkeypatch, backend):
     with kernels.override_backend("grouped_gemm_nt", backend):
         for options in ({}, {"static_weight": True}):
             flow.experts(rows, weights, segments, gate_up, down, "fp32", **options)
-    said = [(False, False)] * 2 + [(True, False), (True, True)]
-    assert heard == (said if backend == "native" else [("nothing", "nothing")] * 4)
+    expected = [(False, False)] * 2 + [(True, False), (True, True)]
+    assert received == (expected if backend == "native" else [("nothing", "nothing")] * 4)
 
 
 @pytest.mark.parametrize(

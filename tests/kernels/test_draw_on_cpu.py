@@ -1,7 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The draw's reference: its random numbers are Philox's, its tokens the softmax's. The Triton kernels draw the same
-tokens (operations_interpreter_cases.py)."""
+"""The reference of the draw: random numbers of Philox, tokens of the softmax.
+
+The Triton kernels draw the same tokens (operations_interpreter_cases.py).
+"""
 
 import pytest
 import torch
@@ -46,7 +48,7 @@ def test_tokens_follow_the_softmax(seed):
 
 
 def test_chunks_are_drawn_by_their_mass_and_columns_within_them():
-    """Three chunks, the last one in part, and mass on few columns at their edges."""
+    """Three chunks, the last one partial, with mass on few columns at their edges."""
     logits = torch.full((8200,), -torch.inf)
     places = torch.tensor([0, 4095, 4096, 6000, 8191, 8192, 8199])
     logits[places] = torch.tensor([0.0, 1.0, -1.0, 0.3, 0.5, -0.4, 1.2])

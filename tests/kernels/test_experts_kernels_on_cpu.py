@@ -22,7 +22,7 @@ from jetrl_verl.kernels.weighted_silu_mul import _add_parts_kernel, _backward_qu
 
 @pytest.mark.parametrize("tile", [_MANY, _FEW])
 def test_grouped_gemm_uses_the_instructions_of_the_dense_gemm(tile):
-    """One K block is the chain of four matrix instructions from zero that gemm_nt's is, and one promotion."""
+    """One K block is gemm_nt's chain of four matrix instructions from zero, and one promotion."""
     block_m, block_n, warps, stages = tile
     types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16", "start_ptr": "*i32"}
     types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr"), "*fp32")
@@ -58,7 +58,7 @@ PIECES = {"LANES": 128, "PIECE": 256, "AT_ONCE": 32}
 
 @pytest.mark.parametrize("tokens", [4, 8])
 def test_routing_needs_no_barrier_and_copies_16_bytes_at_a_time(tokens):
-    """A warp has rows of its own, in which a maximum or minimum of integers is one instruction."""
+    """Each warp has its own rows, so an integer maximum or minimum is one instruction."""
     constants = CHOICE | ROWS | {"CHOOSES": True, "TOKENS": tokens}
     ptx = ptx_for_hopper(_permute_kernel, INT32 | FP32 | {"out_ptr": "*i32"}, constants, num_warps=4)
     maxima = 2 * 8 * tokens // 4
@@ -109,7 +109,7 @@ def test_combine_rounds_the_sum_of_each_rank_in_registers(ranks):
 
 @pytest.mark.parametrize("pow2", [True, False])
 def test_tokens_are_read_once_and_16_bytes_at_a_time_into_both_layouts(pow2):
-    """A tile of 128 rows of 256 bytes by 128 threads in, half as much out in each layout."""
+    """128 threads read a tile of 128 rows of 256 bytes and write half as much in each layout."""
     types = INT32 | FP32 | QDATA
     ptx = ptx_for_hopper(_gather_quantize_kernel, types, {"K": 8, "POW2": pow2}, num_warps=4, maxnreg=168)
     assert ptx.count("ld.global.v4.b32") == 128 * 256 // (128 * 16)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernels that transpose, and the operations that quantize, become on Hopper, seen without one."""
+"""PTX and machine code for Hopper of kernels that transpose and operations that quantize; needs no GPU."""
 
 import re
 
@@ -27,7 +27,7 @@ BF16, FP32, QDATA, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
 
 
 def types_of(kernel) -> dict[str, str]:
-    """Types of a kernel's arguments, by the names that this tree's kernels give them."""
+    """Types of a kernel's arguments, by their names."""
     words = {"colwise_qdata_ptr", "dgate_colwise_qdata_ptr", "dup_colwise_qdata_ptr", "out_qdata_ptr"}
 
     def type_of(name: str) -> str:
@@ -108,8 +108,8 @@ def test_kernels_before_a_linear_launch_their_dependents_at_once(name):
 def sums_of_squares(
     monkeypatch, kernel, constants: dict, tile: int, warps: int, heads: int = 0, **types: str
 ) -> list[tuple[str, list[str]]]:
-    """Of each sum over ``tile`` numbers in a kernel its layout and the instructions in front of its root, which fix its
-    bits. With ``heads`` there are so many rows, each in warps of its own, and the layout is that of one of them."""
+    """Layout of each sum over ``tile`` numbers in a kernel and the instructions before its root, which fix its bits.
+    With ``heads`` there are so many rows, each in its own warps, and the layout is that of one row."""
     compiled, stock = [], triton.compile
 
     def compile_and_keep(*args, **options):
@@ -137,7 +137,7 @@ def sums_of_squares(
 
 
 def test_norm_rotary_sums_squares_as_the_norm(monkeypatch):
-    """Queries, then keys: the layout, and what is computed and exchanged from the squares to the sum."""
+    """Queries, then keys: the layout, and the arithmetic and shuffles from the squares to the sum."""
 
     def computed(layout: str, names: list[str]) -> tuple[str, list[str]]:
         names = [name for name in names if not name.startswith("ld.")]
@@ -171,7 +171,7 @@ def test_norm_rotary_sums_squares_as_the_norm(monkeypatch):
 
 
 def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
-    """Constants of a launch that writes the cache: a merged projection, pages of 16 tokens."""
+    """Constants of a launch that writes the cache: merged projection, pages of 16 tokens."""
     merged = (heads + 2 * kv_heads) * 128
     layout = {"PAGE": 2 * 16 * kv_heads * 128, "PLACE": kv_heads * 128, "HEAD": 128}
     return {
@@ -186,7 +186,7 @@ def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_norm_rotary_write_stores_under_masks_and_needs_no_barrier(fp8):
-    """Queries in two halves, then keys, then values, of heads that exist; two E4M3 in a store, and a head's scale."""
+    """Stores of queries in two halves, then keys, then values; with FP8 two E4M3 a store, and a head's scale."""
     types = types_of(_norm_rotary_write_kernel) | (dict.fromkeys(("keys_ptr", "values_ptr"), QDATA) if fp8 else {})
     ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=HEADS_OF_A_PROGRAM)
     stores = [
@@ -202,9 +202,9 @@ def test_norm_rotary_write_stores_under_masks_and_needs_no_barrier(fp8):
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
 def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
-    """The layout in which the squares are added fixes the order of the sum, hence its bits; so do the instructions.
+    """The layout and the instructions fix the bits of a sum.
 
-    The forms: with qdata, with and without the BF16 rows; heads that lie in a wider tensor, of any number.
+    Variants: with qdata, with and without the BF16 rows; any number of heads in a wider tensor.
     """
     tile, warps = tile_and_warps(k)
 
@@ -226,7 +226,7 @@ def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
 
 
 def norm_after_experts(k: int, slots: int, **changes) -> tuple:
-    """Constants of the norm behind ``slots`` experts' rows of a token, tile, warps."""
+    """Constants of the norm after ``slots`` experts' rows of a token, tile, warps."""
     tile, warps = tile_and_warps(k)
     constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": slots}
     constants |= {"RESIDUAL": True, "WITH_Y": False, "QUANTIZE": True, "POW2": False} | changes
@@ -236,7 +236,7 @@ def norm_after_experts(k: int, slots: int, **changes) -> tuple:
 @pytest.mark.parametrize("changes", [{}, {"WITH_Y": True, "QUANTIZE": False}], ids=["qdata", "rows"])
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 1), (2048, 2), (2048, 8), (4096, 8)])
 def test_combine_add_rms_norm_sums_squares_as_the_norm(monkeypatch, k, slots, changes):
-    """In front of the plain one's instructions are the additions of the rows and nothing else."""
+    """The additions of the rows come before the instructions of the plain norm; nothing else differs."""
 
     def computed(slots: int) -> tuple[str, list[str]]:
         call = norm_after_experts(k, slots, **changes)
@@ -254,7 +254,7 @@ def test_combine_add_rms_norm_sums_squares_as_the_norm(monkeypatch, k, slots, ch
 
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 2), (2048, 8), (4096, 8), (8192, 8)])
 def test_combine_add_rms_norm_loads_all_rows_before_it_adds(tmp_path, k, slots):
-    """And for its weight and the residual before it knows which rows: two loads of 16 bytes a thread of each."""
+    """Weight and residual are loaded before the row numbers: two loads of 16 bytes a thread of each."""
     constants, _, warps = norm_after_experts(k, slots)
     call = _rms_norm_kernel, types_of(_rms_norm_kernel), constants
     code = machine_code_for_hopper(tmp_path, *call, num_warps=warps, **_ROWS_IN_FLIGHT)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""INT8 through the dispatch table and the operator, and its Triton kernels: interpreted, and compiled for Hopper."""
+"""INT8 through the dispatch table and the operator, and PTX of its Triton kernels for Hopper."""
 
 import re
 

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs every ``*interpreter_cases.py`` under Triton's interpreter, in a process of its own: importing Triton chooses
-it."""
+"""Runs every ``*interpreter_cases.py`` under Triton's interpreter, in a separate process: the import chooses it."""
 
 import os
 import re

@@ -1,7 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache's operations on the CPU: attention over it in the trainer and over pages, what backward saves, and
-what its Triton kernels become on Hopper (their results: operations_interpreter_cases.py)."""
+"""The FP8 KV cache on the CPU: attention in the trainer and over pages, backward, and PTX of its Triton kernels.
+
+Results of the Triton kernels: operations_interpreter_cases.py.
+"""
 
 import re
 import sys
@@ -26,7 +28,7 @@ def packed(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def seen(x: torch.Tensor) -> torch.Tensor:
+def dequantized(x: torch.Tensor) -> torch.Tensor:
     return reference.dequantize_heads(reference.quantize_heads(x))
 
 
@@ -36,24 +38,24 @@ def test_attention_reads_quantized_keys_and_values():
     q, k, v = normal(136, 4, 128), normal(136, 2, 128, seed=1), normal(136, 2, 128, seed=2)
     k[:, :, 9] *= 100
     got = kernels.attention_fp8(q, k, v, cu, 130, SCALE)
-    assert torch.equal(got, kernels.attention(q, seen(k), seen(v), cu, 130, SCALE))
+    assert torch.equal(got, kernels.attention(q, dequantized(k), dequantized(v), cu, 130, SCALE))
     assert not torch.equal(got, kernels.attention(q, k, v, cu, 130, SCALE))
 
 
 def test_quantized_keys_and_values_are_already_in_cache_form():
-    """So that a cache needs no second form: every code under every scale, beside a head's largest number."""
+    """Every code under every scale, next to the head's maximum; so a cache needs no second form."""
     qdata = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     finite = qdata[~qdata.float().isnan()].float()
     for exponent in (-63, -20, 0, 30):
         x = torch.zeros(len(finite), 1, 128)
         x[:, 0, 0], x[:, 0, 1] = finite, 256
         x = (x * 2.0**exponent).bfloat16()
-        assert torch.equal(seen(x), x) and torch.equal(kernels.cache_form(x), x)
+        assert torch.equal(dequantized(x), x) and torch.equal(kernels.cache_form(x), x)
 
 
 @pytest.mark.parametrize("keep_fp8", [True, False])
 def test_gradients_are_straight_through_and_backward_saves_fp8(keep_fp8):
-    """Or, where it is not to be kept, what attention has seen."""
+    """Without ``keep_fp8`` backward saves the dequantized keys and values."""
     lengths = (37, 64, 3)
     cu, tokens = packed(*lengths), sum(lengths)
     inputs = [normal(tokens, 4, 128), normal(tokens, 2, 128, seed=1), normal(tokens, 2, 128, seed=2)]
@@ -63,19 +65,19 @@ def test_gradients_are_straight_through_and_backward_saves_fp8(keep_fp8):
         out = kernels.attention_fp8(*leaves, cu, max(lengths), SCALE, keep_fp8=keep_fp8)
     gradient = normal(*out.shape, seed=9)
     out.backward(gradient)
-    exact = [x.double().requires_grad_() for x in (inputs[0], seen(inputs[1]), seen(inputs[2]))]
+    exact = [x.double().requires_grad_() for x in (inputs[0], dequantized(inputs[1]), dequantized(inputs[2]))]
     exact_attention(*exact, cu, SCALE).backward(gradient.double())
     for leaf, exact_leaf in zip(leaves, exact, strict=True):
         assert (leaf.grad.double() - exact_leaf.grad).norm() <= 2**-8 * exact_leaf.grad.norm()
     of_keys = [x for x in saved if x.dtype in (torch.float8_e4m3fn, torch.uint8)]
     assert sum(x.numel() * x.itemsize for x in of_keys) == (2 * tokens * 2 * 129 if keep_fp8 else 0)
     of_bf16 = [x for x in saved if x.dtype == torch.bfloat16]
-    expected = inputs[:1] if keep_fp8 else [inputs[0], seen(inputs[1]), seen(inputs[2])]
+    expected = inputs[:1] if keep_fp8 else [inputs[0], dequantized(inputs[1]), dequantized(inputs[2])]
     assert all(torch.equal(a, b) for a, b in zip(of_bf16, expected, strict=True))
 
 
 def test_a_forward_without_gradients_makes_no_fp8_data(monkeypatch):
-    """Old log-probabilities keep nothing."""
+    """As for old log-probabilities."""
     q, k, v = normal(20, 4, 128), normal(20, 2, 128, seed=1), normal(20, 2, 128, seed=2)
     want = kernels.attention_fp8(q.requires_grad_(), k, v, packed(20), 20, SCALE)
     monkeypatch.delattr(sys.modules[kernels.attention.__module__], "quantize_kv")

@@ -1,8 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Our launch of a Triton kernel chooses the compiled kernel that Triton's chooses, and gives it what Triton's gives.
+"""``device.launch.jit`` chooses the compiled kernel that Triton chooses and passes it the same arguments.
 
-No GPU: a driver of our own says that there is one, and what would be compiled is recorded.
+A fake driver stands for the GPU and records compilations.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from jetrl_verl import kernels  # noqa: F401
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.rms_norm import _rms_norm_kernel
 
-pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="ours is the launch of Triton 3.6.0")
+pytestmark = pytest.mark.skipif(triton.__version__ != "3.6.0", reason="device.launch follows Triton 3.6.0")
 
 
 def _kernel(x_ptr, y_ptr, count, always, WIDE: tl.constexpr, scale=2.0):
@@ -105,7 +105,7 @@ def test_a_second_launch_passes_what_triton_passes_except_hooks(gpu):
 
 @pytest.mark.parametrize("scratch", [(0, 0), (16, 0), (0, 16)])
 def test_a_second_launch_skips_allocators_without_scratch_memory(gpu, scratch):
-    """It calls the launcher's function with what the launcher itself would pass, and the launcher where it has one."""
+    """It calls the launcher's function with the launcher's arguments, and the launcher itself with scratch memory."""
     launched, asked = [], []
     launcher = CudaLauncher.__new__(CudaLauncher)
     launcher.global_scratch_size, launcher.profile_scratch_size = scratch

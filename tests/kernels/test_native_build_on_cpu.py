@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""csrc/ compiles for sm_90a where there is an nvcc: no spills, no serialized matrix instructions, few enough registers
-for the blocks that share a multiprocessor."""
+"""csrc/ compiles for sm_90a where there is an nvcc: no spills, no serialized matrix instructions, few registers."""
 
 import re
 from pathlib import Path
@@ -14,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def needs_nvcc(test):
-    """Slow: the first of these tests compiles the library, minutes of a core."""
+    """Slow: the first of these tests compiles the library, which takes minutes."""
     no_nvcc = pytest.mark.skipif(build_csrc.find_nvcc() is None, reason="no nvcc: csrc/ is not compiled")
     return pytest.mark.slow(pytest.mark.timeout(900)(no_nvcc(test)))
 
@@ -25,12 +24,12 @@ OF_QDATA = {"sm90_relayout_128x1": 2, "sm90_silu_mul_backward": 2, "sm90_transpo
 ATTENTION = {"sm90_decode_attention": 1, "sm90_decode_attention_cluster": 6, "sm90_decode_attention_bf16": 6}
 KERNELS = GEMMS | OF_QDATA | ATTENTION
 WAITS = {"sm90_decode_fprop": 2, "sm90_grouped_decode": 4}
-"""Kernel -> its waits for the previous kernel."""
+"""Kernel -> number of its waits for the previous kernel."""
 
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    """The library itself, in its place: the next run finds it up to date."""
+    """The installed library; the next run reuses it."""
     return build_csrc.build(build_csrc.TARGET, ROOT / "build" / "csrc")
 
 
@@ -56,7 +55,7 @@ def functions(library) -> dict[str, str]:
 
 @needs_nvcc
 def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(functions):
-    """A fence in the main loop is what a release to the cluster would become (sm90.cuh)."""
+    """A release to the cluster would become a fence in the main loop (sm90.cuh)."""
     assert len(functions) == sum(KERNELS.values())
     for name, function in functions.items():
         assert not re.search(r"\b(LDL|STL)\b", function), name
@@ -64,16 +63,15 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
             assert not re.search("QGMMA|MEMBAR|ACQBULK|PREEXIT", function), name
             continue
         if any(kernel in name for kernel in ATTENTION):
-            # Of a unit of 16 keys 8 for its scores, two units at once. For the output 2 of a unit, eight units at once,
-            # in a cluster 1. Of an FP8 cache the first block, or one with large scales, by itself, but where warps take
-            # turns: their operands are ready.
+            # 8 for the scores of a unit of 16 keys, two units at once; for the output 2 a unit, in a cluster 1, eight
+            # units at once. An FP8 cache has another copy for the first block or large scales, except with turns.
             match = re.search(r"CacheILi(\d)ELi(\d)", name) if "cluster" in name else None
             cluster, turns = (int(match[1]), int(match[2])) if match else (1, 1)
             bf16 = "Bf16Cache" in name
             products = 2 * 8 + (2 if cluster == 1 else 1) * 8 * (1 if bf16 or turns > 1 else 2)
             assert len(re.findall(r"HMMA\.16816\.F32\.BF16", function)) == products, name
-            # Operands of a BF16 cache come as they lie, one instruction each: those of values are transposed. So are an
-            # FP8 cache's bytes in a cluster, those of 32 keys by an instruction.
+            # Operands of a BF16 cache are loaded by one instruction each, values transposed. In a cluster so are an FP8
+            # cache's bytes, 32 keys an instruction.
             matrices = re.findall(r"LDSM\.16\.(M\w+)\.4", function)
             assert matrices.count("M88") == 16 * bf16, name
             assert matrices.count("MT88") == (products - 16 if bf16 else 4 * (cluster > 1)), name
@@ -84,9 +82,9 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
             by_lanes = 16 * bf16 + 32 // cluster * (bf16 or cluster > 1)
             assert len(re.findall(r"LDGSTS\.E\.BYPASS\.\S*128", function)) == by_lanes, name
             assert "MUFU.EX2" in function, name
-            # What follows FlashAttention's arithmetic flushes, as it does.
+            # FlashAttention's arithmetic flushes subnormals.
             assert not re.search(r"\b(FMUL|FADD|FFMA|FMNMX)(?!\.FTZ)", function), name
-            # What a block sends it has written itself: its own fence.
+            # A block sends what it has written itself: a fence of the block is enough.
             assert re.findall(r"MEMBAR\S*", function) == ["MEMBAR.ALL.CTA"] * (cluster > 1), name
             assert not re.search("QGMMA|ACQBULK|PREEXIT", function), name
             continue
@@ -100,9 +98,8 @@ def test_the_machine_code_has_fp8_matrix_instructions_and_no_device_wide_fence(f
         block = int(re.search(r"ILi(\d+)", name)[1])
         chunks = block // 128 if block % 128 == 0 else 1
         assert len(fences) == (2 * chunks if "sm90_fpropI" in name else 0), name
-        # Who copies of X in the decode kernels, one thread or warp and one warp, waits for the kernel in front to end;
-        # in the experts' all do where it writes the segments, and a block without a tile. No kernel lets the one
-        # behind it start early.
+        # In the decode kernels the threads that copy X wait for the previous kernel to end; in the experts' all wait
+        # where it writes the segments, and so does a block without a tile. No kernel lets the next one start early.
         waits = [count for kernel, count in WAITS.items() if kernel in name]
         assert function.count("ACQBULK") == sum(waits), name
         assert "PREEXIT" not in function, name
@@ -122,7 +119,7 @@ def decoded(function: str) -> list[tuple[str, int]]:
 
 
 def stopped_chains(function: str) -> int:
-    """How many chains of four wgmma wait, between the first and the last, for something read from shared memory."""
+    """Number of chains of four wgmma that wait in between for a read of shared memory."""
     reads, in_chain, stopped = [False] * 6, 0, set()  # whether a scoreboard is a read's; how many wgmma were issued
     for operation, control in decoded(function):
         waits = [board for board in range(6) if control >> 11 >> board & 1]
@@ -160,16 +157,16 @@ def test_a_chain_that_waits_for_shared_memory_is_counted():
     ("kernel", "variants"), [("sm90_decode_fprop", 16), ("sm90_wgrad.*Lb1E", 4), ("sm90_grouped_decode", 3)]
 )
 def test_a_chain_that_has_begun_does_not_wait_for_shared_memory(functions, kernel, variants):
-    """ptxas moves up what stands before a chain's wait, products of scales between its wgmma, and it does in the other
-    two, FProp and WGrad with BF16 output (docs/log.md, 2026-11-23)."""
+    """ptxas may move products of scales between the wgmma of a chain, as it does in FProp and in WGrad with BF16 output
+    (docs/log.md, 2026-11-23)."""
     chosen = {name: stopped_chains(code) for name, code in functions.items() if re.search(kernel, name)}
     assert len(chosen) == variants
     assert not any(chosen.values()), chosen
 
 
 def asked_early(function: str) -> int:
-    """How many waits for a barrier have 16 or more FMAs between the question and the branch on its answer."""
-    early, since = 0, None  # FMAs since the question that is open
+    """Number of barrier waits with 16 or more FMAs between the query and the branch on its result."""
+    early, since = 0, None  # FMAs since the open query
     for operation, _ in decoded(function):
         if operation.startswith("SYNCS.PHASECHK"):
             since = 0
@@ -199,8 +196,7 @@ def test_a_barrier_query_after_the_fmas_is_not_early():
     ],
 )
 def test_fprop_queries_the_next_k_block_before_it_promotes(functions, columns, of_ranks, grouped, stages):
-    """What an H200 needs 3% longer for (docs/log.md, 2026-11-23): the loop asks for the next block
-    before it promotes this one, and no lane loops around what the copy engine is asked for."""
+    """An H200 needs 3% longer otherwise (docs/log.md, 2026-11-23); no lane loops around a request to the copy engine."""
     shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}ELb{grouped}E"
     chosen = [code for name, code in functions.items() if re.search(shape, name)]
     assert len(chosen) == 2

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the decode kernels of the FP8 and BF16 KV cache, run on a CPU by tests/emulator.
+"""The source of the native decode attention kernels on the CPU emulator: the bits of flash_attention_order.py.
 
-They have the bits of FlashAttention 3's order of arithmetic (flash_attention_order.py), and no race, deadlock or stray
-access under any interleaving tried. test_kv_cache_on_gpu.py compares with FlashAttention 3 itself.
+test_kv_cache_on_gpu.py compares with FlashAttention 3 itself.
 """
 
 from pathlib import Path
@@ -114,7 +113,7 @@ def check(emulator: Emulator, case: Case, cluster: int, alone: bool = False, see
     ],
 )
 def test_lengths(emulator, length, cache, cluster, alone):
-    """Most have fewer blocks of keys than a cluster has blocks; one block has one turn."""
+    """Most have fewer blocks of keys than a cluster has thread blocks."""
     check(emulator, Case([length], kv_heads=1, cache=cache), cluster, alone, seed=length)
 
 
@@ -163,7 +162,7 @@ def interleaved(cache: str, cluster: int, alone: bool, length: int, seed: int):
     ],
 )
 def test_interleavings(emulator, cache, cluster, alone, length, seed):
-    """More blocks than the rings have stages, except for the first case in turns."""
+    """More blocks than the rings have stages, except in the first case with turns."""
     check(emulator, Case([length], group=4, kv_heads=1, cache=cache), cluster, alone, seed)
 
 
@@ -177,7 +176,7 @@ def of_every_size(x: torch.Tensor) -> torch.Tensor:
 
 
 def huge(x: torch.Tensor) -> torch.Tensor:
-    """Scales above 2^7, which take two factors; one of them alone in its group."""
+    """Scales above 2^7, which need two factors; one of them alone in its group."""
     x[::3] *= 2.0**30
     return x
 
@@ -220,7 +219,7 @@ def test_inf_and_nan_reach_the_output(emulator, which, number, cluster):
 
 @pytest.mark.parametrize("cluster", [1, 2])
 def test_a_nan_value_poisons_only_its_feature(emulator, cluster):
-    """In BF16 no scale spreads it over the head."""
+    """A BF16 cache has no scale that spreads it over the head."""
 
     def plant(x: torch.Tensor) -> torch.Tensor:
         x[5, 0, 3] = torch.nan
@@ -258,7 +257,7 @@ GIVES_BACK = """    sm90::sync_warp();
 KERNEL, OF_CLUSTERS, OF_BF16 = KERNELS, f"{KERNELS}_cluster", f"{KERNELS}_bf16"
 SHARED, CLUSTERS_SHARED = "decode_attention.cuh", "decode_attention_cluster.cuh"
 FAULTS = {
-    "scores are given on before all lanes have written them": (
+    "scores are released before all lanes have written them": (
         f"{KERNEL}.cu",
         GIVES_BACK,
         GIVES_BACK.partition("\n")[2],
@@ -269,7 +268,7 @@ FAULTS = {
         "",
     ),
     "a key has another's scale": (SHARED, "s1 = scales[g + 8];", "s1 = scales[g];"),
-    "chunks lie where they lie": (SHARED, "(k ^ (g & 7)) * 16", "k * 16"),
+    "chunks are not swizzled": (SHARED, "(k ^ (g & 7)) * 16", "k * 16"),
 }
 """Fault -> file, its line, the line planted there."""
 
@@ -307,7 +306,7 @@ FAULTS_OF_CLUSTERS = {
         "kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;",
         "kFactorPlaces = Cache::kHasScales ? kSoftmaxWarps : 0;",
     ),
-    "pages that nobody has named are read": ("return left < kUnitsOfABlock ? left : kUnitsOfABlock;", "return 8;"),
+    "pages outside the table are read": ("return left < kUnitsOfABlock ? left : kUnitsOfABlock;", "return 8;"),
     "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
     "a lane that copies does not arrive": (
         "sm90::cp_async_arrive(full);",
@@ -335,7 +334,7 @@ FAULTS_OF_FP8_CLUSTERS = {
     "a lane copies another's sixteen": ("rank * kValueUnit + lane % kSixteens * 16;", "rank * kValueUnit;"),
     "values lie on another block's pages": ("sm90::shuffle(of_units, known + unit)", "sm90::shuffle(of_units, unit)"),
     "a unit of values is left out": ("unit * CacheUnit::kKeys < left;", "(unit + 1) * CacheUnit::kKeys < left;"),
-    "rows of odd chunks lie where they lie": ("% CacheUnit::kKeys ^ chunk % 2;", "% CacheUnit::kKeys;"),
+    "rows of odd chunks are not swizzled": ("% CacheUnit::kKeys ^ chunk % 2;", "% CacheUnit::kKeys;"),
 }
 
 FAULTS_OF_BF16 = {
@@ -377,7 +376,7 @@ def test_a_planted_fault_is_detected(tmp_path, fault):
     "fault", mostly_slow([*FAULTS_OF_CLUSTERS, *FAULTS_OF_FP8_CLUSTERS], ["scores are overwritten"])
 )
 def test_a_planted_fault_of_clusters_is_detected(tmp_path, fault):
-    """More blocks than any ring has places; scales above 2^7 in some of them, not in others."""
+    """More blocks than any ring has stages; scales above 2^7 in some of them."""
     file, changes = CLUSTERS_SHARED, FAULTS_OF_CLUSTERS
     if fault in FAULTS_OF_FP8_CLUSTERS:
         file, changes = f"{OF_CLUSTERS}.cu", FAULTS_OF_FP8_CLUSTERS

@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention's bindings and csrc/binding.cpp on a CPU, as test_native_operators_on_cpu.py; through the contract
-check and vLLM's interface, too. The kernels themselves: test_native_decode_attention_emulated_on_cpu.py.
+"""Decode attention's bindings and csrc/binding.cpp on a CPU, also through the contract check and vLLM's interface.
+
+The kernels themselves: test_native_decode_attention_emulated_on_cpu.py.
 """
 
 import itertools
@@ -87,7 +88,7 @@ REFUSED_DECODES = [
     ({"block_table": empty(4, dtype=torch.int32)}, TABLE),
     ({"block_table": empty(2, 2, dtype=torch.int32).t()}, TABLE),
 ]
-"""What csrc/binding.cpp refuses of a decode step, whatever its cache, and the sentence."""
+"""Changes for which csrc/binding.cpp raises with either cache, and the message."""
 
 BYTES = "the cache must be contiguous bytes"
 
@@ -107,7 +108,7 @@ BYTES = "the cache must be contiguous bytes"
     ],
 )
 def test_unsupported_fp8_decode_steps_raise(changes, sentence):
-    """By the library, and by the backend in front of it."""
+    """By the library and by the backend."""
     call = decode_call(**changes)
     before = call["out"].clone()
     assert not native_supports_decode_attention(**call)
@@ -156,7 +157,7 @@ PAGES, SAME = "keys and values must be BF16", "the same shape and strides, multi
     ],
 )
 def test_unsupported_bf16_decode_steps_raise(changes, sentence):
-    """By the library, and by the backend in front of it, so that the next one computes the step."""
+    """By the library and by the backend, so that the next backend computes the step."""
     call = decode_call_bf16(**changes)
     before = call["out"].clone()
     assert not native_supports_decode_attention_bf16(**call)
@@ -175,20 +176,20 @@ def of_both(change: Callable) -> Callable:
 
 
 def one_page(stride: int) -> Callable:
-    """The third page alone, as the first of pages that far apart."""
+    """The third page alone, as the first of pages with this stride."""
     pages = of_both(lambda x: x[2:].as_strided((1, *x.shape[1:]), (stride, *x.stride()[1:]), x[2:].storage_offset()))
     return lambda call: pages(call) | FIRST_PAGE
 
 
-MAY_LIE_SO = {
+STRIDES = {
     "as they are": lambda call: {},
     "queries in wider rows": lambda call: {"q": torch.cat([call["q"], call["q"]], 1)[:, :4]},
     "more lengths than requests": lambda call: {"lengths": call["lengths"].repeat(2)},
     "a longer table": lambda call: {"block_table": call["block_table"].repeat(2, 1)},
     "a wider table": lambda call: {"block_table": call["block_table"].repeat(1, 2)[:, :2]},
 }
-BF16_PAGES_MAY_LIE_SO = {
-    "heads in front of tokens": of_both(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
+BF16_STRIDES = {
+    "heads before tokens": of_both(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
     "some of the heads": of_both(lambda x: x.repeat(1, 1, 2, 1)[:, :, :2]),
     "one page, whose stride nobody uses": one_page(4),
     "a stride of just under 32 GiB": one_page(2**34 - 8),
@@ -197,14 +198,13 @@ BF16_PAGES_MAY_LIE_SO = {
 
 @pytest.mark.parametrize(
     ("cache", "change"),
-    [(cache, name) for cache in ("fp8", "bf16") for name in MAY_LIE_SO]
-    + [("bf16", name) for name in BF16_PAGES_MAY_LIE_SO],
+    [(cache, name) for cache in ("fp8", "bf16") for name in STRIDES] + [("bf16", name) for name in BF16_STRIDES],
 )
 def test_decode_steps_with_other_strides_are_computed(cache, change):
     operation, call = (
         ("decode_attention", decode_call()) if cache == "fp8" else ("decode_attention_bf16", decode_call_bf16())
     )
-    call |= (MAY_LIE_SO | BF16_PAGES_MAY_LIE_SO)[change](call)
+    call |= (STRIDES | BF16_STRIDES)[change](call)
     assert dispatch.supports(operation, "native", *call.values())
     dispatch.implementation(operation, "native")(**call)
     want = torch.empty_like(call["out"])
@@ -214,7 +214,7 @@ def test_decode_steps_with_other_strides_are_computed(cache, change):
 
 
 def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
-    """By shapes, in a step that has no tensors yet, and by the call, which adds strides and addresses alone."""
+    """By shapes, before a step has tensors, and by the call, which adds strides and addresses."""
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
 
     def chosen(requests: int, heads: int, kv_heads: int, pages=None) -> bool:
@@ -246,8 +246,7 @@ def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("cache", "operation"), [("fp8", "decode_attention"), ("bf16", "decode_attention_bf16")])
 def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, cache, operation):
-    """The calls that a rollout makes at every weight sync, on an H100 by clusters of every size: the bits of whole
-    sequences in FlashAttention 3's order."""
+    """The probe of every weight sync, by clusters of every size on an H100, matches FlashAttention 3's order."""
     device, kv_format, clusters = torch.device("cpu"), formats.kv_cache(cache), []
 
     def choose(pairs: int, multiprocessors: int) -> int:
@@ -274,13 +273,13 @@ def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, c
 
 
 def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch):
-    """A prompt of one token, a prompt of 49 of which 48 were found in the cache, a decode step, and padding."""
-    from vllm.v1.attention.backends import flash_attn as vllms
+    """A prompt of one token, a prompt of 49 with 48 cached, a decode step, and padding."""
+    from vllm.v1.attention.backends import flash_attn as vllm_flash_attn
 
     from jetrl_verl.rollout import flash_attention
 
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
-    monkeypatch.setattr(vllms.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
+    monkeypatch.setattr(vllm_flash_attn.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
     lengths, page_size, heads, kv_heads, scale = [1, 49, 20], 16, 4, 2, 128**-0.5
     k, v = (torch.randn(sum(lengths), kv_heads, 128).bfloat16() for _ in range(2))
     q = torch.randn(4, heads, 128).bfloat16()

@@ -17,8 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 
 
 def check(emulator: Emulator, kernel: str, m: int, n: int, k: int, *, dtype=torch.bfloat16, bias=None, seed=0, **plan):
-    """The result is right and the matrix of NaN around it untouched. With ``ranks``: the sum of the rounded products of
-    slices of K."""
+    """The result is right, the NaN around it untouched. With ``ranks``: the sum of the rounded products of K slices."""
     block_scaled = kernel != "wgrad"
     a, b = operands(m, n, k, block_scaled, seed)
     around = torch.full((m + 2, n + 16), torch.nan, dtype=dtype)
@@ -51,7 +50,7 @@ def test_fprop_around_tile_edges(emulator, m, block):
 
 @pytest.mark.parametrize("n", [8, 56, 64, 72, 120, 136, 184, 192, 200, 248, 320, 328, 376, 384, 392, 456])
 def test_fprop_tiles_of_192_columns_start_inside_a_scale_group_of_w(emulator, n):
-    """Every second tile does; any part of the last one, and its scale, may lie past N."""
+    """Every second tile does; the last one, and its scale, may reach past N."""
     check(emulator, "fprop", 65, n, 336, block=192, multiprocessors=2, seed=n)
 
 
@@ -59,7 +58,7 @@ def test_fprop_tiles_of_192_columns_start_inside_a_scale_group_of_w(emulator, n)
     ("m", "n", "multiprocessors", "blocks"), [(256, 128, 6, 4), (128, 384, 4, 3), (128, 768, 5, 4), (128, 1024, 5, 4)]
 )
 def test_fprop_chooses_the_tile_width_with_the_fewest_rounds(emulator, m, n, multiprocessors, blocks):
-    """64, 128, 192 and 256 columns, in turn: only this width gives one round of this many blocks."""
+    """Widths of 64, 128, 192 and 256 in turn: only this one gives one round of so many blocks."""
     check(emulator, "fprop", m, n, 144, multiprocessors=multiprocessors)
     assert emulator.blocks() == blocks
 
@@ -67,7 +66,7 @@ def test_fprop_chooses_the_tile_width_with_the_fewest_rounds(emulator, m, n, mul
 @pytest.mark.parametrize(("cluster", "seed"), mostly_slow([(1, 0), (1, 1), (2, 0), (2, 1)], fast=[(1, 0), (2, 1)]))
 @pytest.mark.parametrize("block", [64, 128, 192, 256])
 def test_fprop_wraps_its_ring_of_stages_several_times_a_tile(emulator, block, cluster, seed):
-    """Ten K blocks: scales of W come for two or three rounds of each tile, the last one not whole."""
+    """Ten K blocks: scales of W for two or three rounds of each tile, the last one partial."""
     check(emulator, "fprop", 150, 264, 1158, block=block, cluster=cluster, multiprocessors=2, seed=seed)
 
 
@@ -125,7 +124,7 @@ def test_k_slices_end_at_any_stage_of_the_ring(emulator, blocks, block):
 
 
 def test_sum_of_rank_products_differs_from_the_whole_product():
-    """So the tests above see the rounding of each rank."""
+    """So the tests above depend on the rounding of each rank."""
     a, b = operands(290, 264, 4 * BLOCK, True, 1)
     parts = [product(x, w, True).bfloat16() for x, w in zip(k_slices(a, 4), k_slices(b, 4), strict=True)]
     assert not torch.equal(sum_of_ranks(parts), product(a, b, True).bfloat16())
@@ -165,7 +164,7 @@ def test_rank_products_keep_the_sign_of_zero(emulator):
     + [(33, 32), (65, 64), (100, 32), (200, 48), (257, 64)],
 )
 def test_decode_with_every_tile_size_also_across_scale_blocks(emulator, m, rows, seed):
-    """Two and three rounds of tiles, the last of which reach past N."""
+    """Two and three rounds of tiles; the last ones reach past N."""
     seed += m % 2
     check(emulator, "decode", m, 264, 336 + 112 * (seed % 2), block=rows, multiprocessors=4, seed=seed)
 
@@ -438,7 +437,7 @@ SAMPLE = (
     "WGrad gives a stage back before its chain has finished",
     "the decode kernel copies X while the previous kernel may write it",
 )
-"""One fault a kernel that every run plants."""
+"""One fault per kernel that every run plants."""
 
 
 @pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))

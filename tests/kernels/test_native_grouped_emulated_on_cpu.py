@@ -35,7 +35,7 @@ def check(
     seed=0,
     **call,
 ):
-    """All rows of every expert and slice of K are right, and NaN around them and after the last segment untouched."""
+    """All rows of every expert and K slice are right; NaN around and after them is untouched."""
     start = starts(counts)
     used = int(start[-1])
     a = operand(used + more, k, used + more, 2 * seed)
@@ -158,8 +158,8 @@ PLANS = [
 @pytest.mark.parametrize(("slices", "blocks"), [(2, 3), (3, 2), slow(4, 1)])
 @pytest.mark.parametrize(("kernel", "plan"), PLANS)
 def test_each_k_slice_gives_its_own_product(emulator, kernel, plan, slices, blocks):
-    """With scales that TMA can and cannot read, experts below and next to each other, and rows after the last segment,
-    which lie between the products of two slices."""
+    """With scales that TMA can and cannot read, experts one after the other and adjacent, and rows between the
+    products of two slices."""
     counts, more = ([4, 0, 132], 4) if slices % 2 == 0 else ([3, 0, 130], 0)
     k = slices * blocks * BLOCK
     check(emulator, kernel, counts, 256, k, slices=slices, more=more, adjacent=blocks % 2 == 0, seed=slices, **plan)
@@ -356,11 +356,11 @@ SAMPLE = (
     "X is copied while the previous kernel may write it",
     "staging is overwritten before the warp has read it",
 )
-"""One fault a kernel that every run plants."""
+"""One fault per kernel that every run plants."""
 
 
 def check_early(emulator: Emulator, **plan) -> None:
-    """Copies of W that begin under the previous kernel, on a grid with more blocks than tiles."""
+    """Copies of W that start during the previous kernel, on a grid with more blocks than tiles."""
     check(emulator, DECODE, [3, 0, 9], 256, 5 * BLOCK, more=70, static_segments=True, **plan | {"multiprocessors": 12})
 
 

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The native bindings and csrc/binding.cpp on a CPU: the library's operators over the emulated kernels.
+"""The native bindings and csrc/binding.cpp on a CPU, over the emulated kernels: arguments and errors.
 
-Here every argument is shown to arrive at its place, and every call that a kernel must not see to be refused with a
-sentence and before anything is written. The kernels themselves are gone through in test_native_*emulated_on_cpu.py.
+The kernels themselves: test_native_*emulated_on_cpu.py.
 """
 
 import itertools
@@ -174,7 +173,7 @@ def test_more_experts_than_a_block_can_sort_raise():
 
 @pytest.mark.parametrize("operator", ["fprop", "decode"])
 def test_output_rows_that_are_no_multiple_of_16_bytes_raise(operator):
-    """A width of 140 would have the copy engine write the columns behind it."""
+    """With a width of 140 the copy engine would write past the row."""
     arguments, results = arguments_of(operator)
     arguments |= {"w": arguments["w"][:140], "y": results["y"][:, :140]}
     with pytest.raises(RuntimeError, match=OUTPUT_ROWS):
@@ -202,7 +201,7 @@ def test_overlapping_rows_are_not_supported():
 
 
 def laid_out(x: torch.Tensor, draw: random.Random) -> torch.Tensor:
-    """The same matrix, more often than not where a kernel takes it: somewhere in memory, rows somehow apart."""
+    """The same matrix with a random offset and row stride, mostly ones that a kernel supports."""
     rows, columns = x.shape
     start, gap = (draw.choice([0, 0, 0, 16, 32, misfit]) // x.itemsize for misfit in (8, 4))
     memory = torch.zeros(start + rows * (columns + gap), dtype=x.dtype)

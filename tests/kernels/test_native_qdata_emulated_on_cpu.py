@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The source of the native kernels that transpose qdata, run on a CPU by tests/emulator: the reference's bytes."""
+"""The source of the native kernels that transpose qdata on the CPU emulator: the bytes of the reference."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CANARY = 0x5A
 
 
 def padded(q: QuantizedTensor) -> QuantizedTensor:
-    """The same in rows of 16 more bytes and before another row, all NaN, with column-major scales between NaN."""
+    """The same between NaN: rows of 16 more bytes, one more row, column-major scales."""
     qdata = torch.full((q.qdata.shape[0] + 1, q.qdata.shape[1] + 16), 0x7F, dtype=torch.uint8).view(FP8_DTYPE)
     qdata[:-1, :-16] = q.qdata
     scales = torch.full((q.scales.shape[1], q.scales.shape[0] + 3), torch.nan)
@@ -138,7 +138,7 @@ SILU_FAULTS = {
     "a row past the end is stored": (SILU, "    if (left > 0) {\n", "    if (left >= 0) {\n"),
 }
 SAMPLE = ("a thread does not wait for its own copies", "a column is read before all rows are there")
-"""One fault a kernel that every run plants."""
+"""One fault per kernel that every run plants."""
 
 
 @pytest.mark.parametrize("fault", mostly_slow([*FAULTS, *SILU_FAULTS], SAMPLE))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""One file per operation, one row of the table and one torch operator, whatever the operation: none is left out."""
+"""Every operation has one file, one row of the table and one torch operator."""
 
 import ast
 from collections import defaultdict

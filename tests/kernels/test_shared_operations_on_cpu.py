@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Each shared operation on the CPU: its value and gradient, and that a row's result depends on that row alone."""
+"""Each shared operation on the CPU: value, gradient, and independence of a row from the batch."""
 
 import math
 
@@ -90,7 +90,7 @@ def test_norm_rotary_equals_norm_then_rotary_with_gradients():
 
 
 def heads_for_a_cache() -> tuple[tuple, torch.Tensor]:
-    """Operands in front of the cache, of seven tokens, and slots of six of them, one of which is not stored."""
+    """Operands of seven tokens, and slots of six of them, one of which is not stored."""
     q, k, v = normal(7, 5, 128).split([3, 1, 1], dim=1)
     weights, table = (normal(128, seed=2), normal(128, seed=3)), kernels.rotary_table(128, 64, ROPE)
     slots = torch.tensor([40, 3, -1, 47, 0, 17])
@@ -98,7 +98,7 @@ def heads_for_a_cache() -> tuple[tuple, torch.Tensor]:
 
 
 def test_norm_rotary_write_equals_norm_rotary_then_write():
-    """A BF16 cache as vLLM has it on the CPU, in cache form, and an FP8 one; other slots keep what they held."""
+    """A BF16 cache as in vLLM on the CPU, and an FP8 one; other slots keep their contents."""
     (q, k, v, *others), slots = heads_for_a_cache()
     q_want, k_want = kernels.norm_rotary(q, k, *others)
     stored = slots >= 0
@@ -306,7 +306,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
 
 
 class Cache:
-    """A paged cache of one layer whose blocks lie in random order and whose unwritten slots hold NaN."""
+    """A paged cache of one layer with blocks in random order and NaN in unwritten slots."""
 
     def __init__(self, requests: int, longest: int, kv_heads: int, block: int = 16) -> None:
         per_request = -(-longest // block)
@@ -324,7 +324,7 @@ class Cache:
 @pytest.mark.parametrize("lengths", [(70, 1, 33, 128), (1100,)])
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_decode_and_chunked_prefill_equal_whole_sequences(lengths, chunk):
-    """A rollout's way through a cache, chunk by chunk, all requests in one call, against the trainer's packed batch."""
+    """A rollout's calls, chunk by chunk with all requests in one, against the trainer's packed batch."""
     chunk = max(chunk, max(lengths) // 32)
     q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (4, 2, 2))
     cu = sequences(*lengths)
@@ -388,7 +388,7 @@ def test_zeros_and_large_values():
 
 @pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min * 2.0**-64])
 def test_masked_logits_do_not_change_log_probs(hidden):
-    """Minus infinity, as the rollout masks, and a number so low, as the trainer does, leave the same bits."""
+    """Masked with minus infinity, as in the rollout, and with a very low number, as in the trainer."""
     logits = normal(20, 90).float() * 3
     tokens, temperature = torch.randint(0, 90, (20, 1)), torch.full((20,), 0.6)
     padded = torch.cat([logits, torch.full((20, 6), hidden)], dim=-1)
@@ -444,7 +444,7 @@ def test_bf16_logits_raise():
 
 
 def test_operands_are_not_broadcast():
-    """A CPU would expand them; a kernel goes by one operand's shape and reads what lies behind the other."""
+    """A CPU would expand them; a GPU kernel would read past the smaller operand."""
     x, weight = torch.ones(4, 256).bfloat16(), torch.ones(256).bfloat16()
     scores, tokens = torch.zeros(4, 16), torch.zeros(4, 1, dtype=torch.int64)
     for call in (

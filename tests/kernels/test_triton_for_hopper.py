@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels become on Hopper, seen without one: compiled for sm_90, read as PTX."""
+"""PTX of the Triton kernels for Hopper, compiled for sm_90 without a GPU."""
 
 import re
 from pathlib import Path
@@ -47,7 +47,7 @@ def machine_code_for_hopper(folder: Path, *call, **options) -> str:
 @pytest.mark.parametrize(("b_block_scaled", "of_ranks"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize("tile", TILES)
 def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scaled, of_ranks):
-    """The row invariance of the GEMM rests on this: m64, k32, four in a row from zero, whatever the tile."""
+    """The GEMM's row invariance depends on it: m64, k32, four in a row from zero, for every tile."""
     block_m, block_n, warps, stages = tile
     types = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "out_ptr": "*bf16" if b_block_scaled else "*fp32"}
     types |= dict.fromkeys(("a_scales_ptr", "b_scales_ptr", "bias_ptr"), "*fp32")
@@ -56,7 +56,7 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
     ptx = ptx_for_hopper(_gemm_nt_kernel, types, constants, num_warps=warps, num_stages=stages)
     instructions = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(\S+)", ptx)
     assert instructions == [f"m64n{block_n}k32.f32.e4m3.e4m3"] * 4
-    # One fused multiply-add promotes each element of a thread's share of the tile, and nothing else multiplies into it.
+    # One fused multiply-add promotes each element of a thread's share of the tile, and nothing else does.
     elements = block_m * block_n // (32 * warps)
     assert ptx.count("fma.rn.f32") == elements
     # Copies run ahead of the chains, also where a rank's slice may end with any of them.
@@ -66,7 +66,7 @@ def test_one_k_block_is_one_chain_of_four_matrix_instructions(tile, b_block_scal
 
 @pytest.mark.parametrize("tile", [TILES_OF_LOGITS[512], MANY_ROWS])
 def test_logits_are_one_chain_of_matrix_instructions_with_tma(tile):
-    """The bits of logits rest on this: sixteen products an instruction, ascending, whatever the tile."""
+    """The bits of logits depend on it: sixteen products an instruction, ascending, for every tile."""
     types = {"hidden": f"tensordesc<bf16[{tile.m}, {tile.k}]>", "weight": f"tensordesc<bf16[{tile.n}, {tile.k}]>"}
     constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k, "PROGRAMS": 132}
     types |= {"out_ptr": "*fp32"}
@@ -117,8 +117,8 @@ _LAYOUT = {"HEADS": 8, "ROWS": kv_cache._ROWS, "UNITS": 1}
     ],
 )
 def test_packed_qdata_are_only_stored(kernel, types, constants):
-    """Beside any other use of a register that E4M3 was packed into, ptxas 12.8 reads it before it is written: both the
-    instruction that unpacks and a shift gave a GPU constants for half of the numbers."""
+    """ptxas 12.8 reads a register of packed E4M3 before it is written if anything else uses it: an unpack and a shift
+    both gave constants for half of the values on a GPU."""
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     ptx = re.sub(r"//.*", "", ptx_for_hopper(kernel, types, constants))
     packed = set(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32\s+(%rs\d+)", ptx))
@@ -133,7 +133,7 @@ def test_packed_qdata_are_only_stored(kernel, types, constants):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_quantize_dequantize_kv_rounds_two_values_at_a_time(keep):
-    """No number of 16 a thread is unpacked for it, in loads and stores of 16 bytes."""
+    """Without unpacking the 16 values of a thread; loads and stores of 16 bytes."""
     constants = {"HEADS": 8, "ROWS": kv_cache._ROWS, "KEEP": keep}
     ptx = ptx_for_hopper(kv_cache._quantize_kernel, _OF_THE_CACHE | dict.fromkeys(_BYTES, "*u8"), constants)
     words = kv_cache._ROWS * 64 // 128

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The shared operations' Triton kernels without a GPU: run under the interpreter, and compiled for Hopper."""
+"""The shared operations' Triton kernels compiled for Hopper, without a GPU."""
 
 import re
 
@@ -35,13 +35,13 @@ OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "c
     ),
     FP32,
 )
-"""Arguments of what follows the logits."""
+"""Arguments of kernels that read the logits."""
 OF_BLOCKS = dict.fromkeys(("words_ptr", "table_ptr", "constants_ptr", "out_ptr"), "*i64")
 
 
 @pytest.mark.parametrize("k", [128, 4096])
 def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
-    """The squares of both variants go through the same multiplications and additions, in the same sequence."""
+    """Both variants multiply and add the squares in the same sequence."""
 
     def arithmetic(with_residual: bool) -> list[str]:
         types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
@@ -50,7 +50,7 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
         constants |= {"SLOTS": 0, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
         warps = min(max(k // 512, 1), 16)
         ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
-        # The residual sum itself is one BF16 addition in front: FP32 addition rounded to BF16 is that, bit for bit.
+        # The residual sum before it is one BF16 addition, bitwise an FP32 addition rounded to BF16.
         return re.findall(r"\b((?:fma|mul|add|div|sqrt)\.[a-z.]*f32|shfl\.sync\.bfly)", ptx)
 
     assert arithmetic(True) == arithmetic(False)
@@ -63,7 +63,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
     constants = {"K": 4096, "TILE_M": tile.m, "TILE_N": tile.n, "TILE_K": tile.k}
     ptx = ptx_for_hopper(_logits_kernel, types, constants, num_warps=tile.warps, num_stages=tile.stages)
     instructions = re.findall(r"mma(?:_async)?\.sync\.aligned\.(\S+)", ptx)
-    assert len(instructions) == tile.k // 16, "one behind the other, whatever the tile"
+    assert len(instructions) == tile.k // 16, "one after the other, for every tile"
     if tile.m < 64:
         assert set(instructions) == {"m16n8k16.row.col.f32.bf16.bf16.f32"}
     else:

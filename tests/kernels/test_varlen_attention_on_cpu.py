@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed attention of stock modules on the CPU: torch's own per sequence, and what a GPU would refuse or choose."""
+"""Packed attention of stock modules on the CPU, and the kernels that a GPU would choose or lack."""
 
 import pytest
 import reference_operations as reference
@@ -69,7 +69,7 @@ def test_sequences_do_not_affect_each_other():
     ],
 )
 def test_unsupported_operands_of_flash_attention_raise(features, dtype, sentence):
-    """The meta device stands for a GPU: what is refused is seen before anything runs."""
+    """On the meta device: the error comes before anything runs."""
     operands = [torch.empty(8, 2, n, dtype=dtype, device="meta") for n in features]
     with pytest.raises(ValueError, match=f"varlen_attention: there is no kernel for {sentence}$"):
         kernels.varlen_attention(*operands, torch.tensor([0, 8]), 8, 0.125)

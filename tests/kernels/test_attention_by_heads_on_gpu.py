@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the heads of a rank of Ulysses on a GPU: the bits of the same heads in the call with all of them.
+"""Attention over a Ulysses rank's heads on a GPU matches the call with all heads, bit for bit.
 
-A rank has fewer query heads and fewer key heads, and where several share a key head, fewer query heads to each. The
-kernel packs the query heads of a key head into its tiles, so a tile of a rank holds other tokens.
+The kernel packs the query heads of a key head into its tiles, so a rank's tile has other tokens.
 """
 
 import pytest
@@ -35,7 +34,7 @@ def operands(heads: int, kv_heads: int, head_dim: int) -> list[torch.Tensor]:
 
 
 def of_rank(rank: int, ranks: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the rank has behind the exchange of train/sequence_parallel.py: parts of one tensor, copied key heads."""
+    """The rank's operands after the exchange of train/sequence_parallel.py: views of one tensor, copied key heads."""
     copies = max(1, ranks // k.shape[1])
     parts = [x.repeat_interleave(n, dim=1).chunk(ranks, dim=1)[rank] for x, n in ((q, 1), (k, copies), (v, copies))]
     return torch.cat(parts, dim=1).split([part.shape[1] for part in parts], dim=1)
@@ -59,5 +58,5 @@ def test_shared_attention(heads, kv_heads, ranks, attend):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), SPLITS)
 def test_attention_of_stock_modules(heads, kv_heads, ranks, head_dim):
-    """Heads of 64, for which there is no shared attention, have this one."""
+    """Also heads of 64, which shared attention does not support."""
     check_every_rank(varlen_attention, heads, kv_heads, head_dim, ranks)

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The decode kernel over vLLM's BF16 pages on a GPU: every bit of FlashAttention 3 with one split, whatever the shape
-of a batch, its pages, what lies behind a request's last token, and how many thread blocks share a request.
+"""The decode kernel over vLLM's BF16 pages on a GPU: every bit of FlashAttention 3 with one split.
 
-A result is BF16, so a difference in the last bit of an FP32 sum shows in about one of 2^16 of them.
+A difference in the last bit of an FP32 sum shows in about one of 2^16 BF16 results.
 """
 
 import pytest
@@ -43,7 +42,7 @@ class Requests:
         self.starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
         place = torch.arange(total, device="cuda") - self.starts[:-1].long()[owner]
         slots = self.table[owner, place // page_size].long() * page_size + place % page_size
-        # In a wider row, as of a merged projection.
+        # In a wider row, as in a merged projection.
         self.q = normal(len(lengths), (group + 2) * kv_heads, 128, seed=seed + 1)[:, : group * kv_heads]
         self.k, self.v = (change(normal(total, kv_heads, 128, seed=seed + i)) for i in (2, 3))
         shape = (sum(pages), 2, page_size, kv_heads, 128)
@@ -55,13 +54,13 @@ class Requests:
         return self.q, *pages.unbind(1), self.lengths, self.table, SCALE, out
 
     def flash_attention(self) -> torch.Tensor:
-        """Over zeros where ours sees NaN: its copies of large pages bring all of them."""
+        """Over zeros instead of NaN: FlashAttention copies large pages whole."""
         out = torch.empty_like(self.q)
         vllm_kernels.flash_attention_3_pages(*self.call(self.pages.nan_to_num(0), out))
         return out
 
     def on_the_host(self) -> torch.Tensor:
-        """The reference, FP32: not by a kernel, which a sanitizer would watch, too."""
+        """The FP32 reference on the CPU, where the sanitizer does not watch it."""
         out = torch.empty(self.q.shape, dtype=torch.bfloat16)
         keys, values = (kernels.cache_form(x.cpu()) for x in self.pages.unbind(1))
         call = self.q.cpu(), keys, values, self.lengths.cpu(), self.table.cpu(), SCALE, out
@@ -118,7 +117,7 @@ def test_pages_with_heads_before_tokens():
 
 
 def test_decode_equals_the_trainers_whole_sequences():
-    """Every token of four sequences as a decode step of its own, and the sequences packed."""
+    """Every token of four sequences as a separate decode step, and the sequences packed."""
     lengths = [900, 1, 333, 64]
     requests = Requests(lengths)
     q = normal(sum(lengths), 32, 128, seed=5)
@@ -158,7 +157,7 @@ def test_the_path_without_the_library_matches():
 
 @pytest.mark.parametrize("built", [True, False])
 def test_the_rollout_cache_probe_passes(monkeypatch, built):
-    """By the native kernel, and where it is not built by FlashAttention 3."""
+    """With the native kernel, and with FlashAttention 3 where it is not built."""
     if not built:
         monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
     device = torch.device("cuda")

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The draw on a GPU: the trainer's log-probabilities in every bit, the softmax's tokens, nothing that waits or sees the
-batch."""
+"""The draw on a GPU: tokens of the softmax, the trainer's log-probabilities bit for bit, no synchronization."""
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ def chi_square(tokens: torch.Tensor, shares: torch.Tensor) -> float:
 @pytest.mark.parametrize("count", [1, 64, 256])
 @pytest.mark.parametrize("columns", [VOCABULARY, 128256, 99])
 def test_log_probs_match_the_trainer_and_ranks_are_counted(count, columns):
-    for deviation in (1.3, 6.0):  # of random weights, and of a policy that is nearly sure
+    for deviation in (1.3, 6.0):  # random weights, and a nearly deterministic policy
         logits = rows_of(count, columns, deviation)
         logits[:, columns - 5 :] = -torch.inf
         before, temperature = logits.clone(), torch.linspace(0.4, 1.6, count).cuda()
@@ -61,7 +60,7 @@ def test_tokens_and_log_probs_do_not_depend_on_the_batch():
 
 
 def test_the_cpu_draws_the_same_tokens():
-    """But for a row whose uniform number falls between the roundings of cumulated FP32 terms: 4e-4 of them."""
+    """Except where a uniform number falls between two roundings of cumulative FP32 sums: 4e-4 of the rows."""
     count, columns = 200, 20000
     logits, temperature, (seeds, counters) = rows_of(count, columns), torch.full((count,), 0.8).cuda(), bits(count)
     tokens, _ = kernels.draw_tokens(logits, temperature, seeds, counters)
@@ -70,7 +69,7 @@ def test_the_cpu_draws_the_same_tokens():
 
 
 def test_tokens_follow_the_softmax():
-    """Eleven and 63 degrees of freedom: above 50 and 150 have a probability below 1e-6. One row, read many times."""
+    """Eleven and 63 degrees of freedom: above 50 and 150 have a probability below 1e-6. One row, drawn many times."""
     count = 200_000
     row = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3)).cuda()
     temperature = torch.full((count,), 0.7, device="cuda")

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operations of a mixture of experts on a GPU: bits of the reference where there is no transcendental function,
-bits of the dense products where there is a product, and no dependence on who travels along.
+"""The operations of a mixture of experts on a GPU: bits of the reference and of dense products, for any batch.
 
 Memory and races of the native kernels, as in test_native_gemm_on_gpu.py:
 
@@ -84,7 +83,7 @@ def test_rows_are_gathered_and_combined(tokens):
 @pytest.mark.parametrize("shape", [QWEN3_30B, QWEN3_235B], ids=["30B", "235B"])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 2000])
 def test_combine_add_rms_norm_matches_combine_then_norm(tokens, shape):
-    """With and without qdata, of a token whoever travels along; sums of numbers that cancel, too."""
+    """With and without qdata, for any batch; also sums that cancel."""
     chosen, _ = kernels.route(logits_of(tokens, 128), shape["k"], True)
     where, hidden = kernels.segments(chosen, 128, 1), shape["hidden"]
     y, residual = (normal_on_device(rows, hidden) for rows in (len(where.pair), tokens))
@@ -118,7 +117,7 @@ def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[Quantiz
 @pytest.mark.parametrize("align", [1, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
 def test_grouped_gemm_rows_match_the_dense_product(tokens, align):
-    """Of every expert, FProp and DGrad, whichever kernel the dense product takes."""
+    """Every expert, FProp and DGrad, with every kernel of the dense product."""
     shape = QWEN3_30B
     gate_up, _ = experts_weights(**shape)
     chosen, _ = kernels.route(logits_of(tokens, shape["experts"]), shape["k"], True)
@@ -241,7 +240,7 @@ def same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> bool:
 
 
 def in_front_of(end: int, rowwise: QuantizedTensor, colwise: QuantizedTensor) -> tuple[QuantizedTensor, ...]:
-    """What lies in front of the end of the last segment."""
+    """The part before the end of the last segment."""
     return (
         QuantizedTensor(rowwise.qdata[:end], rowwise.scales[:end]),
         QuantizedTensor(colwise.qdata[:, :end], colwise.scales[:, : end // 128]),
@@ -251,7 +250,7 @@ def in_front_of(end: int, rowwise: QuantizedTensor, colwise: QuantizedTensor) ->
 @pytest.mark.parametrize("renormalize", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 8, 9, 100, 511, 512, 513, 2000])
 def test_route_and_permute_matches_its_separate_operations(tokens, renormalize):
-    """In every bit the operations that a training step runs one by one, weights included, whichever kernel it takes."""
+    """Bitwise, weights included, the separate operations of a training step, with every kernel."""
     logits, x = logits_of(tokens, 128), FLOW.quantize_activation(normal(tokens, 2048), "fp32")
     logits[:, 3] = logits[:, 5]
     weights, where, rows = kernels.route_and_permute(logits, x, 8, renormalize)
@@ -317,7 +316,7 @@ def test_gradients_of_the_weighted_activation(rule):
 
 
 def test_the_rollouts_moe_block_matches_the_trainer_at_any_batch():
-    """Logits, choice, products and sum; a step of 8 or 9 tokens takes other kernels than one of 2000."""
+    """Logits, routing, products and sum; steps of 8 and 9 tokens use other kernels than one of 2000."""
     ours, x, gate = experts_module(**QWEN3_30B), normal(2000, 2048, seed=13), normal(128, 2048, seed=14) * 0.05
     gate_up, down = ours.gate_up_qdata(ours.gate_up_proj), ours.down_qdata(ours.down_proj)
 
@@ -346,7 +345,7 @@ def test_the_rollouts_moe_block_matches_the_trainer_at_any_batch():
 @pytest.mark.parametrize("name", operators(1))
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_fake_implementations_match_the_real_ones(name, tokens):
-    """Strides, too, which a traced model plans its memory by."""
+    """Strides too, which a traced model plans its memory with."""
     arguments = operators(tokens, "cuda")[name]
     torch.library.opcheck(getattr(torch.ops.jetrl, name), arguments, test_utils=("test_faketensor",))
 
@@ -365,7 +364,7 @@ ROUTINGS = {
 
 
 def transposed(weight: QuantizedTensor) -> QuantizedTensor:
-    """W^T of each expert, beside each other, as DGrad multiplies with it."""
+    """W^T of each expert, adjacent within a row, as in DGrad."""
     experts, n, k = weight.qdata.shape
     qdata, scales = kernels.transpose_128x128(QuantizedTensor(*(part.flatten(0, 1) for part in weight)))
     scales = scales.view(-1, experts, n // BLOCK).transpose(0, 1)
@@ -395,13 +394,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def normal_on_device(*shape: int) -> torch.Tensor:
-    """A GB of numbers takes the host seconds."""
+    """On the device, since the host needs seconds for a GB."""
     generator = torch.Generator(DEVICE).manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
 
 
 def down_over_ranks(tokens: int, align: int, shape: dict):
-    """What the down projection reads, its weight and its segments."""
+    """Input, weight and segments of the down projection."""
     chosen, _ = kernels.route(ROUTINGS["uneven"](tokens), shape["k"], True)
     where = kernels.segments(chosen, shape["experts"], align)
     rows = FLOW.quantize_activation(normal_on_device(len(where.pair), shape["inner"]), "fp32")
@@ -410,7 +409,7 @@ def down_over_ranks(tokens: int, align: int, shape: dict):
 
 
 def slice_by_slice(rows: QuantizedTensor, weight: QuantizedTensor, where: Segments, ranks: int) -> list[torch.Tensor]:
-    """A product for each rank, as the rollout's ranks run it, with operands of their own in memory."""
+    """A product for each rank with its own operands, as in the rollout."""
     slices = zip(k_slices(rows, ranks), k_slices(weight, ranks), strict=True)
     held = ([QuantizedTensor(*(part.contiguous() for part in q)) for q in operands] for operands in slices)
     return [triton_grouped_gemm_nt(*operands, where.start) for operands in held]
@@ -494,7 +493,7 @@ def test_native_grouped_wgrad_matches_triton_under_every_plan(tokens, routing):
 @pytest.mark.usefixtures("native_library")
 @pytest.mark.timeout(120, method="thread")
 def test_a_graph_of_native_products_follows_the_experts_first_rows():
-    """Captured once; replayed for other routings, of which the host knows nothing."""
+    """Captured once, replayed for other routings that the host does not know."""
     gate_up, _ = experts_weights(**QWEN3_30B)
     for tokens, align in ((16, 1), (2048, 128)):
         routings = [
@@ -517,8 +516,8 @@ def test_a_graph_of_native_products_follows_the_experts_first_rows():
 @pytest.mark.timeout(120, method="thread")
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256])
 def test_products_that_start_early_match_those_that_wait(tokens):
-    """Thirty times with other tokens and routings, enqueued at once, called and replayed: what is read too early, rows,
-    qdata or where segments lie, is that of the call before, whose memory it is."""
+    """Thirty times with other tokens and routings, enqueued at once, called and replayed: rows, qdata or segments that
+    are read too early are those of the previous call in the same memory."""
     gate_up, down = experts_weights(**QWEN3_30B)
     xs = [FLOW.quantize_activation(normal(tokens, 2048, seed=seed), "fp32") for seed in range(30)]
     routings = [logits_of(tokens, 128, seed) for seed in range(30)]
@@ -557,7 +556,7 @@ def starts(counts: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("plan", FORWARD_PLANS[1:], ids=str)
 def test_a_forward_call_of_experts_for_the_sanitizer(plan, columns, ranks):
     """Nothing but the kernel runs on the GPU. Six experts, one of them without rows, and more tiles than
-    multiprocessors; the pipeline goes on from an expert to the next, and from a slice of K to the next."""
+    multiprocessors; the pipeline continues across experts and slices of K."""
     counts, k = [3, 130, 0, 17, 128, 65], 9 * BLOCK
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     n = BLOCK * (plan.block * (multiprocessors // 6 + 2) // BLOCK + 1)

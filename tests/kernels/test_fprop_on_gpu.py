@@ -24,7 +24,7 @@ def test_fprop_is_quantize_then_gemm(weight, m, with_bias):
 
 
 def test_a_cuda_graph_replays_fprop_on_new_inputs_and_new_weights(weight):
-    """What vLLM does: capture once, decode with other activations and, after a weight sync, other qdata in place."""
+    """As vLLM does: capture once, decode with other activations and, after a weight sync, with other qdata in place."""
     qdata, scales = weight.qdata.clone(), weight.scales.clone()
     x = torch.empty(8, 1024, dtype=torch.bfloat16, device="cuda")
     x.copy_(heavy_tailed(8, 1024))

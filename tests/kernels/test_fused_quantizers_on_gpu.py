@@ -64,7 +64,7 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
     """Operation ``name`` on fixed inputs."""
     x, gate, up, residual = (bf16(gaussian, m, k, "cuda", seed) for seed in range(4))
     weight = bf16(gaussian, 1, k, "cuda", 4)[0]
-    # Any row may be a pair's: here each is three tokens'.
+    # Any row may belong to a pair: here each belongs to three tokens.
     behind = x, torch.stack([torch.randperm(m, device="cuda") for _ in range(3)], dim=1).to(torch.int32), residual
     if name.startswith("quantize"):
         return partial(getattr(kernels, name), x, rule)
@@ -124,14 +124,14 @@ def test_fake_implementations_match_the_real_ones():
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("m", [1, 16, 65, 1000])
 def test_linears_of_qdata_match_linears_that_quantize(m, rule):
-    """The rollout's way through an MLP with qdata between its operations: called, compiled, replayed by a graph."""
+    """The rollout's MLP with qdata between its operations: eager, compiled, and in a CUDA graph."""
     x, residual = bf16(gaussian, m, 1024, "cuda"), bf16(gaussian, m, 1024, "cuda", 1)
     weight = bf16(gaussian, 1, 1024, "cuda", 2)[0]
     gate_up = kernels.quantize_128x128(bf16(gaussian, 2 * 1536, 1024, "cuda", 3), rule)
     down = kernels.quantize_128x128(bf16(gaussian, 1024, 1536, "cuda", 4), rule)
     bias = bf16(gaussian, 1, 1024, "cuda", 5)[0]
 
-    # By name: torch.compile does not unpack an object that is no tuple.
+    # By name: torch.compile unpacks only tuples.
     def qdata_between(x, residual):
         qdata, total = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=False)
         gate, up = fprop_quantized(qdata, gate_up.qdata, gate_up.scales, None, static_weight=True).chunk(2, dim=-1)

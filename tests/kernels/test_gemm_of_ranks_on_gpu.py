@@ -33,8 +33,8 @@ SHAPES = {
 
 
 def rows_at_switches(n: int) -> list[int]:
-    """Numbers of rows around each size at which an all-reduce of [M, n] in BF16 becomes another one, vLLM's on Hopper
-    or ours, and around the end of the decode kernel; one row, and a long micro-batch."""
+    """Numbers of rows around each threshold of the all-reduce of [M, n] in BF16, stock or the plugin's, and of the
+    decode kernel; one row, and a long micro-batch."""
     from vllm.distributed.device_communicators import all_reduce_utils as limits
 
     from jetrl_verl.rollout.row_parallel import GATHERED_BYTES
@@ -52,7 +52,7 @@ def test_all_reduce_thresholds_match_the_published_example():
 
 
 def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> torch.Tensor:
-    """What the ranks compute, each with a slice of its own in memory, and add."""
+    """The sum of the ranks' products, each with its own slice in memory."""
 
     def held(q: QuantizedTensor) -> QuantizedTensor:
         return QuantizedTensor(q.qdata.contiguous(), q.scales.t().contiguous().t())
@@ -65,15 +65,15 @@ def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> t
 
 
 def backends_of(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> list[str]:
-    """Of this GPU, those that support the call."""
+    """Backends of this GPU that support the call."""
     names = kernels.BACKENDS["gemm_nt_of_ranks"][kernels.platform_of(a.qdata.device)]
     return [name for name in names if dispatch.supports("gemm_nt_of_ranks", name, a, b, ranks, bias)]
 
 
 @pytest.mark.parametrize("nk", SHAPES.values(), ids=SHAPES)
 def test_backends_match_the_ranks_in_every_batch(nk):
-    """What each rank of a rollout multiplies, the decode kernel's rows among it, added in order, is what the trainer
-    has; at every number of rows, and a row has the same bits in all of them."""
+    """The products of a rollout's ranks, added in order, equal the trainer's at every number of rows, and a row has the
+    same bits in every batch."""
     n, k = nk
     a = kernels.quantize_1x128(model_like.activations(16384, k, torch.device("cuda")), "fp32")
     b = kernels.quantize_128x128(model_like.weights(n, k, torch.device("cuda")), "fp32")
@@ -102,7 +102,7 @@ def test_a_bias_is_added_to_the_first_ranks_product(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_ranks_are_added_as_in_the_reference(ranks):
-    """Sums that round differently in every other order, and random ones of all sizes that ranks add."""
+    """Sums that round differently in any other order, and random ones of all sizes."""
     device = torch.device("cuda")
     cases = products_of_ranks(device, ranks)
     for m in rows_at_switches(4096):

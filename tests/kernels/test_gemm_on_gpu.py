@@ -22,13 +22,13 @@ def cuda(q: QuantizedTensor) -> QuantizedTensor:
 def operands(
     m: int, n: int, k: int, b_block_scaled: bool, rule: str = "fp32"
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Heavy-tailed A and Gaussian B, quantized on the GPU, so in the memory layouts that the GEMMs are fed with."""
+    """Heavy-tailed A and Gaussian B, quantized on the GPU, so in the memory layouts of the GEMMs."""
     quantize_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
     return kernels.quantize_1x128(heavy_tailed(m, k).cuda(), rule), quantize_b(gaussian(n, k).cuda(), rule)
 
 
 def bits(y: torch.Tensor) -> torch.Tensor:
-    """Equal bits, NaN included: Cauchy data holds an Inf now and then, whose products are NaN on every backend."""
+    """The bits, for comparison with NaN: Cauchy data has some Inf, whose products are NaN on every backend."""
     return y.contiguous().view(torch.int16 if y.dtype == torch.bfloat16 else torch.int32)
 
 
@@ -37,7 +37,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def supporting(name: str, a, b, **arguments):
-    """Backend ``name``, or a skip where this environment lacks it or it does not support the shapes."""
+    """Backend ``name``, or a skip where it is missing or does not support the shapes."""
     backend = Backend(name)
     if not backend.supports_gemm_nt(a, b, **arguments):
         pytest.skip(f"{name} does not support this call here")
@@ -72,7 +72,7 @@ def test_every_triton_tile_gives_every_row_the_same_bits(b_block_scaled, tile):
 @pytest.mark.parametrize("b_block_scaled", [True, False])
 @pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (384, 1000)])
 def test_a_row_has_the_same_bits_in_every_batch(nk, b_block_scaled):
-    """Through the dispatch table, so whatever backends share an entry: the choice by shape must not be visible."""
+    """Through the dispatch table: the choice of a backend by shape must not change a bit."""
     a, b = operands(max(ROWS), *nk, b_block_scaled)
     full = kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
     for m in ROWS:
@@ -139,7 +139,7 @@ def test_nan_qdata_poison_only_their_row():
 
 
 def test_wgrad_from_the_layouts_of_the_backward():
-    """dW = dY^T X for a token count that is a multiple of nothing, operands as the quantizers write them."""
+    """dW = dY^T X for a ragged token count, operands as the quantizers write them."""
     x, dy = gaussian(1003, 640).cuda(), heavy_tailed(1003, 384).cuda()
     relaid = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
     _, dy_t = kernels.quantize_1x128_and_128x1(dy, "fp32")

@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache on a GPU: the bytes of the reference, and attention over it in every bit: the decode kernel, chunks
-and the trainer's whole sequences against FlashAttention 3 over a BF16 cache of the dequantized tokens.
+"""The FP8 KV cache on a GPU: bytes of the reference, and the bits of FlashAttention 3 over the dequantized tokens.
 
-A result is BF16, so a difference in the last bit of an FP32 sum shows in about one of 2^16 of them: most cases below
-have hundreds of thousands.
+A difference in the last bit of an FP32 sum shows in about one of 2^16 BF16 results; most cases have more.
 """
 
 from functools import partial
@@ -33,7 +31,7 @@ def plain(x: torch.Tensor) -> torch.Tensor:
 
 
 def outliers(x: torch.Tensor) -> torch.Tensor:
-    """A channel 100 times larger, in some tokens."""
+    """One channel 100 times larger in some tokens."""
     x[::3, :, 9] *= 100
     return x
 
@@ -43,7 +41,7 @@ def of_every_size(x: torch.Tensor) -> torch.Tensor:
 
 
 class Requests:
-    """Tokens of requests in an FP8 cache of scattered pages, and their dequantized numbers in a BF16 cache like vLLM's,
+    """Tokens of requests in an FP8 cache of scattered pages, and dequantized in a BF16 cache like vLLM's,
     ``[blocks, 2, block size, KV heads, 128]``."""
 
     def __init__(self, lengths, group=4, kv_heads=8, block_size=16, seed=0, change=plain):
@@ -95,7 +93,7 @@ class Requests:
         return out
 
     def on_the_host(self) -> torch.Tensor:
-        """The reference, FP32: not by a kernel, which a sanitizer would watch, too."""
+        """The FP32 reference on the CPU, where the sanitizer does not watch it."""
         out = torch.empty(self.q.shape, dtype=torch.bfloat16)
         call = self.q.cpu(), self.cache.cpu(), self.lengths.cpu(), self.table.cpu(), SCALE, out
         dispatch.implementation("decode_attention", "reference")(*call)
@@ -139,7 +137,7 @@ def test_bytes_match_the_reference(change, in_part):
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_every_bf16_value_scale_and_maximum_matches_the_reference(keep):
-    """12 million numbers; the interpreter's sums of BF16 numbers are not the GPU's instruction."""
+    """12 million values; the interpreter does not have the GPU's instruction for sums of BF16."""
     heads = torch.cat([*map(every_number, SCALES), every_maximum()])
     name = "quantize_kv" if keep else "quantize_dequantize_kv"
     k, v = dispatch.implementation(name, "triton")(heads.cuda(), heads.neg().cuda())[-2:]
@@ -199,7 +197,7 @@ def test_many_more_clusters_than_run_at_once(cluster):
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 8), (8, 8)])
 def test_decode_equals_the_trainers_whole_sequences(heads):
-    """Every token of four sequences as a decode step of its own, and the sequences packed."""
+    """Every token of four sequences as a separate decode step, and the sequences packed."""
     (query_heads, kv_heads), lengths = heads, [900, 1, 333, 64]
     requests = Requests(lengths, query_heads // kv_heads, kv_heads)
     q = normal(sum(lengths), query_heads, 128, seed=5)

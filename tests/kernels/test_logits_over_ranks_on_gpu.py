@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU too a column of the logits has its bits whatever columns a tensor-parallel rank holds beside it."""
+"""A column of the logits on a GPU has the same bits for any other columns of a tensor-parallel rank."""
 
 import pytest
 import torch

@@ -196,7 +196,7 @@ def test_a_barrier_query_after_the_fmas_is_not_early():
     ],
 )
 def test_fprop_queries_the_next_k_block_before_it_promotes(functions, columns, of_ranks, grouped, stages):
-    """An H200 needs 3% longer otherwise (docs/log.md, 2026-11-23); no lane loops around a request to the copy engine."""
+    """Otherwise an H200 needs 3% longer (docs/log.md, 2026-11-23). No lane loops around a call of the copy engine."""
     shape = rf"FpropShapeILi{columns}ELi\dELb{of_ranks}ELb{grouped}E"
     chosen = [code for name, code in functions.items() if re.search(shape, name)]
     assert len(chosen) == 2

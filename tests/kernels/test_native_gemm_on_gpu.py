@@ -1,9 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The native Hopper kernels on one: edges, races, bits in every batch, under every plan and of other backends.
+"""The native GEMMs on a Hopper GPU: edges, races, bits in every batch, under every plan and of other backends.
 
 A hung kernel cannot be interrupted, so a test that takes too long ends the process (``method="thread"``); then run
-``JETRL_NATIVE_DEBUG=1 python -m pytest ...``, in which a wait of a second says what it waits for. Memory and races:
+``JETRL_NATIVE_DEBUG=1 python -m pytest ...``, where a wait of a second names its barrier. Memory and races:
 
     compute-sanitizer --tool memcheck  python -m pytest tests/kernels/test_native_gemm_on_gpu.py -k sanitizer
     compute-sanitizer --tool racecheck python -m pytest tests/kernels/test_native_gemm_on_gpu.py -k sanitizer
@@ -43,7 +43,7 @@ def first_rows(q: QuantizedTensor, m: int) -> QuantizedTensor:
 
 
 def padded(q: QuantizedTensor, columns: int = 64) -> QuantizedTensor:
-    """The same qdata in rows that go on with NaN qdata."""
+    """The same qdata in rows padded with NaN."""
     rows, k = q.qdata.shape
     wide = torch.full((rows, k + columns), E4M3_NAN_BITS, dtype=torch.uint8, device=q.qdata.device)
     wide[:, :k] = q.qdata.view(torch.uint8)
@@ -51,7 +51,7 @@ def padded(q: QuantizedTensor, columns: int = 64) -> QuantizedTensor:
 
 
 def poisoned_call(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16, **arguments):
-    """The result written into the middle of a matrix of NaN, all of which must stay NaN around it."""
+    """The result, written into the middle of a matrix of NaN that must stay NaN around it."""
     m, n = a.qdata.shape[0], b.qdata.shape[0]
     around = torch.full((m + 2, n + 32), torch.nan, dtype=out_dtype, device="cuda")
     out = around[1:-1, 16:-16]
@@ -139,7 +139,7 @@ def test_native_gemm_matches_vllm_cutlass():
     + [(2368, 1024, 1003, False)],
 )
 def test_a_hundred_repeats_give_the_same_bits(m, n, k, b_block_scaled):
-    """An error that moves is a race; fresh outputs, so that a missing store cannot hide behind the last result."""
+    """Differences between repeats are races; fresh outputs show missing stores."""
     a, b = operands(m, n, k, b_block_scaled) if b_block_scaled else wgrad_operands(m, n, k)
     first = bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)).clone()
     for _ in range(100):
@@ -217,8 +217,7 @@ def test_a_cuda_graph_replays_the_same_bits(m):
 
 def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tensor, poison: str, static_weight: bool):
     """Quantizes each of ``xs`` [rows, K] and multiplies its last ``m`` rows, which are written last, into one output
-    that held NaN; the outputs are copied to ``kept`` [repeats, m, N]. FP8 data lie where those of the repeat before
-    lay.
+    of NaN; the outputs are copied to ``kept`` [repeats, m, N]. FP8 data reuse the memory of the previous repeat.
     """
     y, nothing = torch.empty_like(kept[0]), torch.full_like(kept[0], torch.nan)
     for x, result in zip(xs, kept, strict=True):
@@ -231,7 +230,7 @@ def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tenso
             y.copy_(nothing)
         a = QuantizedTensor(qdata[-m:], scales[-m:])
         native_gemm_nt(a, weight, b_block_scaled=True, out=y, static_weight=static_weight)
-        del qdata, scales, a  # the next repeat's take their memory
+        del qdata, scales, a  # the next repeat reuses their memory
         result.copy_(y)
 
 
@@ -241,7 +240,7 @@ def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tenso
 @pytest.mark.parametrize("nk", [(1536, 1024), (1024, 1024), (6144, 1024), (1024, 3072)])
 def test_a_gemm_that_starts_early_matches_one_that_waits(nk, m, more_rows, poison):
     """Fifty times with other inputs, enqueued at once, called and replayed: qdata that were read too early are those of
-    the repeat before, an output that was stored too early is NaN. ``more_rows`` keep the quantizer busy for longer."""
+    the previous repeat, an output stored too early is NaN. ``more_rows`` keep the quantizer busy for longer."""
     n, k = nk
     torch.manual_seed(m)
     inputs = torch.randn(7, m + more_rows, k, device="cuda").bfloat16()
@@ -292,14 +291,14 @@ SANITIZED = [
 @pytest.mark.parametrize(("kernel", "plan"), SANITIZED)
 def test_a_call_for_the_sanitizer(kernel, plan, columns):
     """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. A tile's 17 K blocks
-    go more than twice round the stages, and there are more tiles than multiprocessors: the pipeline goes on from one
-    tile to the next, under whose first chains FProp stores the one before. TMA brings scales that lie in columns."""
+    go more than twice round the stages, and there are more tiles than multiprocessors: the pipeline continues across
+    tiles, and FProp stores a tile during the first chains of the next. TMA copies column-major scales."""
     block_scaled, k = not kernel.startswith("wgrad"), 16 * 128 + 16
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     tall = 130 if kernel == "decode" else 1032  # two tiles, or nine
     wide = plan.block * (sms // (2 if kernel == "decode" else 9) + 2) + 8
     assert -(-tall // 128) * -(-wide // plan.block) > sms
-    m, n = (tall, wide) if block_scaled else (wide, tall)  # of A's rows a tile of WGrad has so many
+    m, n = (tall, wide) if block_scaled else (wide, tall)  # rows of A in a tile of WGrad
     quantize_b = reference.quantize_128x128 if block_scaled else reference.quantize_1x128
     a, b = reference.quantize_1x128(gaussian(m, k), "fp32"), quantize_b(gaussian(n, k), "fp32")
     want = reference.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
@@ -312,7 +311,7 @@ def test_a_call_for_the_sanitizer(kernel, plan, columns):
 
 
 def test_a_decode_step_for_the_sanitizer():
-    """Two linears that start under their quantizers."""
+    """Two linears that start before their quantizers end."""
     weights = [kernels.quantize_128x128(torch.randn(512, 512, device="cuda").bfloat16(), "fp32") for _ in range(2)]
     x = torch.randn(33, 512, device="cuda").bfloat16()
     found = []

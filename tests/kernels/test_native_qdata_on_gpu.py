@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The native kernels that write qdata of a transpose, on a Hopper GPU: the bytes of the reference, wherever the edges
-are.
+"""The native kernels that transpose qdata on a Hopper GPU: the bytes of the reference, around every edge.
 
 compute-sanitizer --tool memcheck  python -m pytest --gpu=only tests/kernels/test_native_qdata_on_gpu.py -k sanitizer
 """
@@ -57,7 +56,7 @@ def test_relayout_around_every_edge(rows, k, rule, monkeypatch):
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_relayout_of_a_part_of_a_matrix_between_nans(rule):
-    """Rows of a wider matrix: neither what is read nor what is written reaches past them."""
+    """Rows of a wider matrix: no read or write reaches past them."""
     wide = kernels.quantize_1x128(gaussian(333, 640).cuda(), rule)
     wide.qdata.view(torch.uint8)[:, :128] = wide.qdata.view(torch.uint8)[:, 528:] = 0x7F
     wide.qdata.view(torch.uint8)[300:] = 0x7F
@@ -68,7 +67,7 @@ def test_relayout_of_a_part_of_a_matrix_between_nans(rule):
 
 
 def test_relayout_of_random_scales_matches_triton():
-    """FP32 quotients of every kind: rows' scales spread over 2^60, 16 million numbers."""
+    """FP32 quotients of 16 million values; scales of rows spread over 2^60."""
     scales = torch.ldexp(1 + torch.rand(4096, 32, device="cuda"), torch.randint(-30, 30, (4096, 32), device="cuda"))
     qdata = torch.randint(0, 0x7F, (4096, 4096), dtype=torch.uint8, device="cuda")
     qdata |= 0x80 * torch.randint(0, 2, qdata.shape, dtype=torch.uint8, device="cuda")

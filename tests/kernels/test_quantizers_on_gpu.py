@@ -38,7 +38,7 @@ def test_input_types(triton_kernels, dtype, rule):
 
 
 def test_the_quotient_equals_division_for_every_bf16_value(triton_kernels):
-    """The kernels divide by a reciprocal and residual steps; here every BF16 magnitude meets many maxima."""
+    """The kernels divide by a reciprocal and residual steps; here every BF16 magnitude with many maxima."""
     values = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     values = values[values > 2.0**-80]
     generator = torch.Generator().manual_seed(0)

@@ -60,7 +60,7 @@ def test_logits_and_log_probs_do_not_depend_on_the_batch(k, columns):
 
 
 def test_router_logits_do_not_depend_on_the_tile():
-    """Few columns have tiles of their own; a column has the bits that it has among many."""
+    """Few columns use other tiles; a column has the same bits as among many."""
     hidden, weight = normal(10000, 2048), normal(128, 2048, seed=1)
     whole = kernels.logits(hidden, weight)
     among_many = kernels.logits(hidden[:300], torch.cat([weight, normal(2000, 2048, seed=2)]))
@@ -106,7 +106,7 @@ def test_positions_outside_the_table_give_nan():
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (28, 4), (16, 2), (5, 1)])
 def test_heads_of_a_merged_projection_match_a_copy(heads, kv_heads):
-    """The trainer normalizes heads of its own, the rollout those that the merged projection wrote."""
+    """The trainer normalizes contiguous heads, the rollout those of the merged projection."""
     weight = normal(128, seed=2)
     for tokens in (1, 2, 16, 333, 4097):
         qkv = normal(tokens, (heads + 2 * kv_heads) * 128)
@@ -120,7 +120,7 @@ def test_heads_of_a_merged_projection_match_a_copy(heads, kv_heads):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 4), (16, 8), (5, 1)])
 def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads):
-    """In the trainer's layout, heads of their own, and in the rollout's, a merged projection; gradients too."""
+    """In the trainer's layout, contiguous heads, and the rollout's, a merged projection; gradients too."""
     table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
     weights = normal(128, seed=2), normal(128, seed=3)
     for tokens in (1, 2, 16, 333, 4097):
@@ -147,8 +147,8 @@ def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads):
 
 
 def heads_for_a_cache(tokens: int, heads: int, kv_heads: int, slots: int) -> tuple[tuple, torch.Tensor]:
-    """A merged projection's heads with the other operands up to the positions, and where tokens go: scattered, some
-    nowhere, and none for the last one, which is padding. Keys and values have zeros, outliers, Inf and NaN."""
+    """A merged projection's heads, the other operands up to the positions, and slots: scattered, some -1, and none for
+    the last token, which is padding. Keys and values have zeros, outliers, Inf and NaN."""
     q, k, v = normal(tokens, heads + 2 * kv_heads, 128).split([heads, kv_heads, kv_heads], dim=1)
     for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
         for token, number in enumerate(numbers[:tokens]):
@@ -171,7 +171,7 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
 def test_norm_rotary_write_matches_norm_rotary_and_vllms_copy(heads, kv_heads, block_size):
-    """In both of vLLM's layouts of a cache, for any number of tokens; a slot of no token keeps what it held."""
+    """In both of vLLM's layouts of a cache, for any number of tokens; slots without a token keep their contents."""
     from vllm._custom_ops import reshape_and_cache_flash
 
     one = torch.ones((), device="cuda")
@@ -192,7 +192,7 @@ def test_norm_rotary_write_matches_norm_rotary_and_vllms_copy(heads, kv_heads, b
 @pytest.mark.parametrize("block_size", [16, 48, 256])
 @pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
 def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(heads, kv_heads, block_size):
-    """Those of ``write_kv``'s kernel, and those of the reference on the CPU."""
+    """With ``write_kv``'s kernel, and with the reference on the CPU."""
     for tokens in (1, 2, 16, 333, 4097):
         pages = -(-tokens // block_size) + 2
         (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size)
@@ -210,7 +210,7 @@ def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(heads, kv_heads,
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
-    """As in a CUDA graph of vLLM's: one buffer of slots, padded with -1 beyond the requests of a step."""
+    """As in vLLM's CUDA graphs: one buffer of slots, padded with -1 beyond the requests of a step."""
     tokens, kv_heads = 8, 4
     (*operands,), _ = heads_for_a_cache(tokens, 32, kv_heads, 64)
     slots = torch.full((tokens,), -1, device="cuda")
@@ -234,7 +234,7 @@ def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
 def test_attention_does_not_depend_on_the_batch_and_equals_decode(heads, kv_heads):
-    """The trainer's packed call against the rollout's on a paged cache, called as vLLM's backend calls it."""
+    """The trainer's packed call against vLLM's call of the rollout on a paged cache."""
     from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
 
     lengths = (1000, 1, 333, 2048)

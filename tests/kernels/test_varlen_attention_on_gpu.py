@@ -54,7 +54,7 @@ def test_the_operation_runs_the_selected_forward():
 
 
 def test_long_sequences_allocate_no_mask():
-    """A mask [T, T] of 65,536 tokens would be 4 GiB in one byte each."""
+    """A mask [T, T] of 65,536 tokens would take 4 GiB at one byte each."""
     q, k, v = (torch.randn(65536, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (4, 1, 1))
     cu = torch.tensor([0, 30000, 65536], device="cuda", dtype=torch.int32)
     torch.cuda.reset_peak_memory_stats()

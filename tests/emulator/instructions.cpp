@@ -1,8 +1,7 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the instructions of emulator/sm90.h do, when the fiber that runs them is on, and what each of them is ordered
-// behind (races.h).
+// The instructions of emulator/sm90.h, as the fiber that runs them executes them, and what orders each (races.h).
 
 #include "machine.h"
 #include "tensor_core.h"
@@ -20,7 +19,7 @@ std::string described(const char* what, int block, int thread) {
 
 std::string described(const Access& access) { return described(access.what, access.block, access.thread); }
 
-// An access that this thread asks for and the machine makes when it likes.
+// An access that this thread requests and the machine makes later.
 int begin(const char* what, bool write, bool by_thread) {
   machine.accesses.push_back({what, machine.current->block, machine.current->thread, write, by_thread});
   return int(machine.accesses.size()) - 1;
@@ -40,7 +39,7 @@ void touch(Block& of, int access, uint32_t address, uint32_t bytes) {
   }
 }
 
-// This thread's own access, over at once.
+// This thread's own access, complete at once.
 void touch_now(Fiber& fiber, bool write, uint32_t address, uint32_t bytes) {
   int& access = write ? fiber.writing : fiber.reading;
   if (access == -1) {
@@ -50,7 +49,7 @@ void touch_now(Fiber& fiber, bool write, uint32_t address, uint32_t bytes) {
   touch(block(), access, address, bytes);
 }
 
-// What this thread does from here on is not what it has told.
+// What this thread does from here on is not in what it has published.
 void begin_time() {
   Fiber& fiber = *machine.current;
   fiber.knows.order[fiber.entry] = ++fiber.knows.plain[fiber.entry];
@@ -62,12 +61,12 @@ void tell(Knowledge& told) {
   begin_time();
 }
 
-// Where a copy's writes are known to be over: when the phase is that its bytes or its arrival count in.
+// A copy's writes are known to be complete when the phase in which its bytes or its arrival count is.
 uint32_t time_of_phase(const Barrier& barrier) { return 2 + barrier.phase; }
 
-// ---- what instructions are made of ----------------------------------------------------------------------------------
+// ---- parts of instructions ------------------------------------------------------------------------------------------
 
-// A read of this, by a thread that cannot know whether the previous kernel has ended.
+// A read by a thread that cannot know whether the previous kernel has ended.
 void check_written(const void* from) {
   for (const auto& [begin, end] : machine.fresh) {
     if (!machine.current->waited && from >= begin && from < end) fail("a read before the previous kernel has ended");
@@ -109,12 +108,12 @@ void check_phase(Barrier& barrier) {
 }
 
 Barrier* find(Block& of, uint32_t address) {
-  const auto found = of.barriers.find(address);
-  if (found == of.barriers.end()) {
+  const auto it = of.barriers.find(address);
+  if (it == of.barriers.end()) {
     machine.error = "no barrier was initialised at " + std::to_string(address);
     return nullptr;
   }
-  return &found->second;
+  return &it->second;
 }
 
 void arrive(Block& of, uint32_t address) {
@@ -138,8 +137,8 @@ Barrier& known(Block& of, uint32_t address) {
   return *barrier;
 }
 
-// Of an arrival, a copy's bytes or a wait by who knew `known` of the barrier: fails if it belongs to this phase only as
-// this run went, since who does not know that the phase before is over could have come before its end.
+// An arrival, a copy's bytes or a wait by a thread that knew `known` of the barrier. Fails if it belongs to this phase
+// only in this run: without knowing that the previous phase is over it could have come before its end.
 void check_belongs(uint32_t known, uint32_t phases_before, const char* what) {
   if (known < 1 + phases_before && machine.error.empty()) {
     machine.error = std::string(what) + " at an mbarrier by who does not know that the phase before is over";
@@ -149,7 +148,7 @@ void check_belongs(uint32_t known, uint32_t phases_before, const char* what) {
 // With what the thread knows.
 void arrive_and_tell(Block& of, uint32_t address) {
   Barrier& barrier = known(of, address);
-  // At another block's it is the bytes that its arrivals let come which order the phases, and they tell nothing here.
+  // At another block's barrier the phases are ordered by bytes, which publish nothing here.
   if (&of == &block()) check_belongs(machine.current->knows.plain[barrier.entry], barrier.phase, "an arrival");
   tell(barrier.told);
   arrive(of, address);
@@ -205,13 +204,13 @@ void join_and_wait(Meeting& meeting, int expected, const char* what, Passes pass
   knows.join(meeting.passed);
 }
 
-// A copy's bytes count on the barrier. `known`: what the thread that asked for it knew of the barrier.
+// A copy's bytes count on the barrier. `known`: what the requesting thread knew of the barrier.
 void arrived(Block& of, uint32_t barrier, int bytes, int access, uint32_t known, const char* what) {
-  if (Barrier* found = find(of, barrier)) {
-    machine.accesses[access].end(found->entry, time_of_phase(*found));
-    check_belongs(known, found->phase, what);
-    found->bytes -= bytes;
-    check_phase(*found);
+  if (Barrier* mbarrier = find(of, barrier)) {
+    machine.accesses[access].end(mbarrier->entry, time_of_phase(*mbarrier));
+    check_belongs(known, mbarrier->phase, what);
+    mbarrier->bytes -= bytes;
+    check_phase(*mbarrier);
   }
 }
 
@@ -279,13 +278,13 @@ void barrier_init(uint32_t barrier, int arrivals) {
   if (before == kBarriers) fail("more mbarriers than the emulator keeps");
   place->second.told.resize(fiber.knows.plain.size()), place->second.passed.resize(fiber.knows.plain.size());
   fiber.initialised.push_back(entry);
-  touch(block(), begin("an mbarrier", true, true), barrier, 8);  // never over: nothing else may lie there
+  touch(block(), begin("an mbarrier", true, true), barrier, 8);  // never complete: nothing else may use the place
 }
 void fence_barrier_init() {
   Fiber& fiber = *machine.current;
   for (const uint32_t entry : fiber.initialised) fiber.knows.plain[entry] = 1;
 }
-// What its thread writes later is in another time, and not fenced.
+// Later writes of the thread have another time and are not fenced.
 void fence_for_copies() {
   machine.current->knows.copies = machine.current->knows.plain;
   begin_time();
@@ -295,7 +294,7 @@ void barrier_arrive(uint32_t barrier) {
   maybe_yield();
 }
 void barrier_arrive_at(uint32_t barrier, int rank) {
-  for (const auto& fiber : machine.fibers) {  // warps beside the producer may leave at any time, in its warpgroup
+  for (const auto& fiber : machine.fibers) {  // other warps of the producer's warpgroup may exit at any time
     if (fiber->block == rank && fiber->done && fiber->thread >= 128) fail("an arrival at a block that has left");
   }
   arrive_and_tell(machine.blocks[rank], barrier);
@@ -307,17 +306,17 @@ void barrier_arrive_expect(uint32_t barrier, int bytes) {
   maybe_yield();
 }
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage) {
-  Barrier& found = known(block(), barrier);
-  wait_until([&found, parity] { return (found.phase & 1) != parity; },
+  Barrier& mbarrier = known(block(), barrier);
+  wait_until([&mbarrier, parity] { return (mbarrier.phase & 1) != parity; },
              std::string(name) + "[" + std::to_string(stage) + "] parity " + std::to_string(parity));
   Knowledge& knows = machine.current->knows;
-  if (found.phase > 0) check_belongs(knows.plain[found.entry], found.phase - 1, "a wait");
-  knows.join(found.passed);
-  knows.plain[found.entry] = std::max(knows.plain[found.entry], 1 + found.phase);
-  found.waits.push_back({machine.current->entry, knows.order[machine.current->entry]});
+  if (mbarrier.phase > 0) check_belongs(knows.plain[mbarrier.entry], mbarrier.phase - 1, "a wait");
+  knows.join(mbarrier.passed);
+  knows.plain[mbarrier.entry] = std::max(knows.plain[mbarrier.entry], 1 + mbarrier.phase);
+  mbarrier.waits.push_back({machine.current->entry, knows.order[machine.current->entry]});
 }
 
-// The hardware calls anything else an illegal instruction.
+// Anything else is an illegal instruction on the hardware.
 void check_column(const TensorMap* map, int column) {
   if (column * map->element % 16 != 0) fail("a box whose rows do not start on 16 bytes of the matrix");
 }
@@ -369,8 +368,8 @@ void bulk_copy_in_cluster(uint32_t to, uint32_t from, int bytes, uint32_t barrie
       }
     }
     std::memcpy(at(machine.blocks[target], to, bytes), at(machine.blocks[source], from, bytes), bytes);
-    if (const Barrier* found = find(machine.blocks[target], barrier)) {
-      machine.accesses[read].end(found->entry, time_of_phase(*found));
+    if (const Barrier* mbarrier = find(machine.blocks[target], barrier)) {
+      machine.accesses[read].end(mbarrier->entry, time_of_phase(*mbarrier));
     }
     arrived(machine.blocks[target], barrier, bytes, write, knows, "a bulk copy's bytes");
   });
@@ -434,10 +433,10 @@ void cp_async_arrive(uint32_t barrier) {
   const uint32_t knows = machine.current->knows.plain[known(*of, barrier).entry];
   Fiber& fiber = *machine.current;
   fiber.copies.push_back([=, copied = std::move(fiber.copying), order = fiber.knows.order]() mutable {
-    if (Barrier* found = find(*of, barrier)) {
-      end(copied, found->entry, time_of_phase(*found));
-      check_belongs(knows, found->phase, "an arrival of cp.async");
-      Knowledge::join(found->told.order, order);
+    if (Barrier* mbarrier = find(*of, barrier)) {
+      end(copied, mbarrier->entry, time_of_phase(*mbarrier));
+      check_belongs(knows, mbarrier->phase, "an arrival of cp.async");
+      Knowledge::join(mbarrier->told.order, order);
     }
     arrive(*of, barrier);
   });
@@ -446,7 +445,7 @@ void cp_async_arrive(uint32_t barrier) {
   maybe_yield();
 }
 
-// Demanded between a wait, after which a thread uses the registers, and the next wgmma.
+// Required between a wait, after which a thread uses the registers, and the next wgmma.
 void wgmma_fence() { machine.current->fenced = true; }
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep) {
   Fiber& fiber = *machine.current;
@@ -489,7 +488,7 @@ void wait_for_wgmma(int pending) {
   }
 }
 
-// Brings this lane's four values; returns those of all lanes.
+// Takes this lane's four values, returns those of all lanes.
 const uint32_t (*meet(uint32_t r0, uint32_t r1 = 0, uint32_t r2 = 0, uint32_t r3 = 0))[4] {
   Warp& warp = block().warps[machine.current->thread / 32];
   auto& slots = warp.slots[warp.values.generation & 1];
@@ -527,7 +526,7 @@ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   }
 }
 
-// Each lane reads the row whose address it gave, for all of them.
+// Each lane reads the row at its address, for all lanes.
 void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
   if (address % 16 != 0) fail("a misaligned ldmatrix");
   touch_now(*machine.current, false, address, 16);
@@ -540,7 +539,7 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
   }
 }
 
-// Each lane writes the row whose address it gave, when its time comes: nobody else may count on it before a sync_warp.
+// Each lane writes the row at its address when it runs; other lanes may rely on it after a sync_warp.
 void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
   if (address % 16 != 0) fail("a misaligned stmatrix");
   const int lane = machine.current->thread % 32;
@@ -553,14 +552,13 @@ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32
 
 // ---- accesses of the kernels' own C++ -------------------------------------------------------------------------------
 
-// Kernels are compiled with -fsanitize=thread, which puts a call of these before each access to memory that is
-// written as one (not of memcpy, memset); there is no other runtime library of that sanitizer. With -fsanitize=alignment
-// a pointer that is no multiple of its type's alignment, which a CPU forgives and a GPU does not, is told before it is
-// used.
+// Kernels are compiled with -fsanitize=thread, which calls these before each access to memory (not for memcpy, memset);
+// they replace its runtime library. With -fsanitize=alignment a misaligned pointer is reported before it is used: a CPU
+// tolerates it, a GPU does not.
 namespace {
 
 void access(const void* pointer, bool write, int bytes) {
-  if (machine.current == nullptr) return;  // the host's code
+  if (machine.current == nullptr) return;  // host code
   if (!write) check_written(pointer);
   const ptrdiff_t offset = static_cast<const uint8_t*>(pointer) - block().memory;
   if (offset < -kNobodys || offset >= machine.shared_bytes + kNobodys) return;

@@ -7,7 +7,7 @@
 
 using namespace emulator;
 
-// A library may hold some of the kernels only.
+// A library may have only some of the kernels.
 namespace jetrl {
 __attribute__((weak)) void fprop(const Operand&, const Operand&, int, const Bias&, const Output&, Config, Stream);
 __attribute__((weak)) void fprop_of_ranks(const Operand&, const Operand&, int, int, const Output&, Config, Stream);
@@ -30,8 +30,7 @@ __attribute__((weak)) void decode_attention_bf16(const DecodeAttention&, const B
 
 namespace {
 
-// Whose end frees what a cluster leaves, some 30 MB of stacks and accesses: each library has a machine of its own, and
-// there is one for every fault that is planted.
+// Frees a cluster's stacks and accesses, some 30 MB: each library has its own machine, one for every planted fault.
 struct ACall {
   ~ACall() {
     machine.blocks.clear(), machine.fibers.clear(), machine.tiles.clear(), machine.accesses.clear();
@@ -40,7 +39,7 @@ struct ACall {
   }
 };
 
-// 0, or 1 with jetrl_error saying why.
+// 0, or 1 with the reason in jetrl_error.
 template <class Call>
 int guarded(uint32_t seed, const Call& call) {
   const ACall freed{};
@@ -67,7 +66,7 @@ uint64_t jetrl_steps() { return machine.steps; }
 
 int jetrl_blocks() { return machine.grid; }
 
-// kernel: 0 fprop, 1 decode, 2 wgrad, 3 fprop_of_ranks (`ranks`). Returns 0, or 1 with jetrl_error saying why.
+// kernel: 0 fprop, 1 decode, 2 wgrad, 3 fprop_of_ranks (`ranks`). Returns 0, or 1 with the reason in jetrl_error.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,
               const void* bias, int bias_fp32, void* out, int64_t out_stride, int out_fp32, int ranks,
@@ -83,7 +82,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
       jetrl::fprop(of_a, of_b, k, of_bias, of_out, config, nullptr);
     } else if (kernel == 1) {
       const int64_t last_scale = (m - 1) * a_row + (jetrl::ceil_div(k, jetrl::kGroup) - 1) * a_group;
-      if (m <= 64) machine.counted_rows = m;  // what follows a tile of fewer is whatever lies there
+      if (m <= 64) machine.counted_rows = m;  // rows after a smaller tile are arbitrary
       machine.fresh = {{a, static_cast<const uint8_t*>(a) + m * a_stride}, {a_scales, a_scales + last_scale + 1}};
       jetrl::decode_fprop(of_a, of_b, k, of_bias, of_out, config, true, nullptr);
     } else if (kernel == 3) {
@@ -95,7 +94,7 @@ int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, 
 }
 
 // kernel: 0 grouped_fprop, 1 grouped_decode: x [rows, k] times w [experts, n, k], the latter's strides those of a tensor,
-// to out [slices * rows, n]. The previous kernel writes x, and unless `static_segments` says otherwise `start`.
+// to out [slices * rows, n]. The previous kernel writes x, and `start` without `static_segments`.
 int jetrl_run_grouped(int kernel, int rows, int experts, int n, int k, const void* x, int64_t x_stride,
                       const float* x_scales, int64_t x_row, int64_t x_group, const void* w, int64_t w_expert,
                       int64_t w_row, const float* w_scales, int64_t w_scale_expert, int64_t w_scale_row,
@@ -161,7 +160,7 @@ int jetrl_silu_mul_backward(int pow2, int rows, int k, const uint16_t* dy, int64
 }
 
 // jetrl::DecodeAttention's members in its order. The cache: FP8 pages, or BF16 keys with values and their strides.
-// Until the next call has ended copies read from so many bytes here, and elsewhere only if they are given, too.
+// Until the end of the next call copies may read these bytes, and others only if they are given too.
 void jetrl_give(const uint8_t* from, int64_t bytes) { machine.given.push_back({from, from + bytes}); }
 
 int jetrl_decode_attention(const void* cache, const uint8_t* values, const int* strides, const uint16_t* q,

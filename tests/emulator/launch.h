@@ -18,7 +18,7 @@ namespace jetrl {
 int multiprocessors();
 void run_grid(const Grid& grid, const std::function<void()>& kernel);
 
-// With the conditions that cuTensorMapEncodeTiled checks.
+// Checks the conditions of cuTensorMapEncodeTiled.
 inline sm90::TensorMap operand_map(const Operand& operand, int k, int box_rows) {
   if (reinterpret_cast<uintptr_t>(operand.qdata) % 16 != 0 || operand.row_stride % 16 != 0 || operand.row_stride < k ||
       box_rows < 1 || box_rows > 256 || k < 1 || operand.rows < 1) {

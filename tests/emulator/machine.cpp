@@ -1,12 +1,10 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The emulated cluster: its fibers, and which of them, or which copy in flight, goes on next (emulator/sm90.h says what
-// is modelled).
+// The emulated cluster's scheduler (emulator/sm90.h says what is modelled, instructions.cpp has the instructions).
 //
-// One step of the machine is either the next instruction of one runnable thread or one copy in flight; a seed decides
-// which, and how unfairly: some warps are made slow, copies are served eagerly, evenly, or only when no thread can go
-// on. What an instruction does is in instructions.cpp.
+// A step is the next instruction of a runnable thread or a copy in flight. A seed chooses which, and how unfairly: some
+// warps are slow, copies run eagerly, evenly, or only when no thread can run.
 
 #include "machine.h"
 
@@ -57,7 +55,7 @@ void enter_fiber() {
     fail("a thread leaves while the copy engine may still read its stores");
   }
   machine.current->done = true;
-  settle(machine.meeting, --machine.alive);  // the cluster's barrier waits for the threads that have not left
+  settle(machine.meeting, --machine.alive);  // the cluster's barrier waits for the threads that have not exited
   yield();
 }
 
@@ -108,7 +106,7 @@ void run_cluster() {
       machine.fibers.push_back(std::move(fiber));
     }
   }
-  const int service = machine.seed % 3;  // of copies: 0 when nothing else can run, 1 evenly, 2 eagerly
+  const int service = machine.seed % 3;  // copies run 0 when nothing else can, 1 evenly, 2 eagerly
   const uint32_t slow = machine.seed == 0 ? 0 : machine.random();  // warps that seldom run
   const int total = int(machine.fibers.size());
   int next = 0;

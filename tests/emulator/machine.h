@@ -1,7 +1,7 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// What the emulated cluster consists of; machine.cpp runs it, instructions.cpp is what its threads can do.
+// State of the emulated cluster; machine.cpp runs it, instructions.cpp has its instructions.
 
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace emulator {
 
-constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below it are nobody's
+constexpr uint32_t kFirstAddress = 1024;  // of dynamic shared memory; addresses below are invalid
 constexpr ptrdiff_t kNobodys = 64 * 1024;  // bytes on either side of shared memory
 constexpr size_t kStackBytes = 128 * 1024;
 constexpr int kBarriers = 96;  // of a block, at most
@@ -27,9 +27,9 @@ struct Barrier {
   int count, pending;
   uint32_t entry;  // of Knowledge
   int64_t bytes = 0;
-  uint32_t phase = 0;  // how many are over
-  Knowledge told, passed;  // by all arrivals, by those of phases that are over
-  std::vector<std::pair<uint32_t, uint32_t>> waits;  // that found the last phase over: a thread's entry and its time
+  uint32_t phase = 0;  // number of completed phases
+  Knowledge told, passed;  // by all arrivals, by those of completed phases
+  std::vector<std::pair<uint32_t, uint32_t>> waits;  // that saw the last phase complete: a thread's entry and its time
 };
 
 struct Meeting {  // a warp's, block's or cluster's barrier
@@ -41,8 +41,8 @@ struct Meeting {  // a warp's, block's or cluster's barrier
 struct Warp {
   Meeting memory;  // sync_warp
   Meeting values;  // exchanges, which order no access to memory
-  // What the lanes bring to an exchange: two sets, since a fast lane may come to the next exchange while a slow one
-  // still reads this one's; it cannot come to the one after that.
+  // Operands of an exchange: two sets, since a fast lane may reach the next exchange while a slow one still reads this
+  // one's; it cannot reach the one after that.
   uint32_t slots[2][32][4];
 };
 
@@ -72,8 +72,8 @@ struct Fiber {
   std::vector<std::function<void()>> stores, storing;  // of TMA, not yet committed and not yet waited for
   Knowledge knows;
   uint32_t entry;                                // its own, of Knowledge
-  int reading = -1, writing = -1;                // its accesses since it last told anything
-  std::vector<int> copying;                      // accesses of cp.async that are not over
+  int reading = -1, writing = -1;                // its accesses since it last published
+  std::vector<int> copying;                      // accesses of cp.async in flight
   std::vector<int> reads_of_stores, reads_of_storing;
   bool fenced = false;                           // since it last waited for wgmma
   std::vector<uint32_t> initialised;             // entries of mbarriers, by this thread
@@ -95,7 +95,7 @@ struct Machine {
   std::vector<Block> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<std::function<void()>> tiles;  // TMA loads in flight, one per destination
-  Meeting meeting;  // of the threads of the cluster that have not left
+  Meeting meeting;  // of the cluster's threads that have not exited
   int alive = 0;
   const std::function<void()>* kernel = nullptr;
   std::vector<std::pair<const void*, const void*>> fresh;  // from, to: what the previous kernel may write
@@ -106,7 +106,7 @@ struct Machine {
   std::string error;
   uint64_t steps = 0;
   std::vector<Access> accesses;  // of this cluster
-  int counted_rows = 0;          // of wgmma's A; what the others give is not stored
+  int counted_rows = 0;          // of wgmma's A; results of other rows are not stored
 };
 
 extern Machine machine;
@@ -114,12 +114,12 @@ extern Machine machine;
 bool chance(int one_in);
 Block& block();  // of the fiber that runs
 
-// By a fiber: lets others go on; until `ready`; for good, as the machine is dying.
+// By a fiber: lets others run; until `ready`; for good, when the machine stops.
 void yield();
 void maybe_yield();
 void wait_until(std::function<bool()> ready, const std::string& what);
 [[noreturn]] void fail(const std::string& sentence);
 
-void settle(Meeting& meeting, int expected);  // ends it if all have come
+void settle(Meeting& meeting, int expected);  // ends it if all have arrived
 
 }  // namespace emulator

@@ -25,8 +25,7 @@ inline float value_of_code(uint8_t code) {
   return kValues[code];
 }
 
-// The finite qdata 0 to 0x7E order like their values, so the nearest is one of two neighbours; a tie takes the even
-// one.
+// The finite qdata 0 to 0x7E are ordered like their values, so the nearest is one of two neighbors; ties go to even.
 inline uint8_t code_of_value(float value) {
   if (std::isnan(value)) return 0x7F;
   const int sign = std::signbit(value) ? 0x80 : 0;

@@ -1,18 +1,17 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// Races in shared memory, found by what happens before what and not by what a run happens to read: two accesses to a
-// word, one of them a write, of which neither is ordered before the other, in whatever order this run made them.
+// Races in shared memory by happens-before: two accesses to a word, one of them a write, of which neither is ordered
+// before the other, in whatever order this run made them.
 //
 // Vector clocks (Lamport 1978, Fidge 1988; per location as in FastTrack, Flanagan and Freund 2009), with an entry for
-// each thread and one for each mbarrier. A thread's entry counts the times that it told others what it knows; an
-// mbarrier's is 0 before its initialisation is known, and then 1 and the number of phases known to be over.
+// each thread and one for each mbarrier. A thread's entry counts how often it has published what it
+// knows; an mbarrier's is 0 before its initialization is known, then 1 plus the number of phases known to be complete.
 //
-// Invariant: before an access begins, its thread knows that whatever it conflicts with is over (Access::before). A
-// thread's own access is over at once. One that the machine makes later, a copy's write or wgmma's reads, is over
-// nowhere until its end has a place: a copy's with an mbarrier in the phase that its bytes or its arrival complete,
-// wgmma's, a store's reads and those of cp.async with the thread that waits for them. Who learns of that phase, or of
-// that thread's entry, knows that it is over.
+// Invariant: before an access begins, its thread knows that every conflicting access is complete (Access::before). A
+// thread's own access is complete at once. One that the machine makes later completes with an mbarrier, in the phase
+// that a copy's bytes or arrival complete, or with the thread that waits for it (reads of wgmma, a store, cp.async).
+// Whoever learns of that phase, or of that thread's entry, knows that it is complete.
 
 #pragma once
 
@@ -24,13 +23,12 @@
 
 namespace emulator {
 
-// What a thread or an mbarrier knows to be over, three times. `copies`: the copy engine and wgmma see what threads
-// wrote through the other proxy only across a fence; what of `plain` a fence has passed on to them. `order`: what has to
-// come earlier without a word about memory, also what stands before a relaxed barrier, an exchange among lanes, or the
-// arrival that follows cp.async: a wait names a phase of an mbarrier by its parity alone, so the next phase must not
-// end before every such wait has returned. Nor may an arrival, a copy's bytes or a wait come by who does not know that
-// the phase before is over: this run would count it in one phase and another run in the other, and what is ordered here
-// might not be there.
+// What a thread or an mbarrier knows to be complete, in three clocks. `copies`: what of `plain` a fence has passed to
+// the copy engine and wgmma, which see the other proxy only across a fence. `order`: what comes earlier without an order of
+// memory, also what is before a relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait
+// names a phase of an mbarrier by its parity alone, so the next phase must not end before every such wait has returned.
+// An arrival, a copy's bytes or a wait must know that the previous phase is complete: otherwise another run could count
+// it in another phase.
 struct Knowledge {
   std::vector<uint32_t> plain, copies, order;
 
@@ -46,23 +44,22 @@ struct Knowledge {
 
 struct Access {
   const char* what;
-  int block, thread;  // that made it or asked for it
+  int block, thread;  // that made or requested it
   bool write;
   bool by_thread;  // through the generic proxy
-  uint32_t entry = 0, time = UINT32_MAX;  // known to be over by who knows this entry to be at this time or later
+  uint32_t entry = 0, time = UINT32_MAX;  // complete for whoever knows this entry at this time or later
 
   void end(uint32_t at_entry, uint32_t at_time) { entry = at_entry, time = at_time; }
 
-  // Whether who begins `later`, and knows `knows`, knows that this one is over.
+  // Whether the thread that begins `later`, with knowledge `knows`, knows that this access is complete.
   bool before(const Access& later, const Knowledge& knows) const {
     const bool needs_fence = write && by_thread && !later.by_thread;
     return (needs_fence ? knows.copies : knows.plain)[entry] >= time;
   }
 };
 
-// What happened to a block's shared memory: per place the last write, and the reads since. What is read or written as
-// whole swizzle atoms of 1024 bytes is kept by those, anything else by words of 4: bytes of a word written by different
-// threads would be called a race.
+// History of a block's shared memory: per place the last write, and the reads since. Accesses of whole swizzle atoms of
+// 1024 bytes are kept per atom, others per word of 4 bytes: writes of different threads to bytes of a word are a race.
 class History {
  public:
   void resize(int bytes) { atoms_.resize((bytes + kAtom - 1) / kAtom); }

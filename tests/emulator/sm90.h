@@ -1,19 +1,16 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The instructions of sm90.cuh on a CPU, so that the kernels' own source runs without a GPU: every thread of a cluster
-// is a fiber, every copy happens at some later, randomly chosen moment that the architecture allows, every wgmma and
-// every store of TMA either at once or when it is waited for. Modelled after the PTX ISA; what of an instruction stands
-// beside its declaration.
+// The instructions of sm90.cuh on a CPU, modelled after the PTX ISA, so that the kernels' source runs without a GPU. A
+// thread is a fiber; a copy happens at a random later moment that the architecture allows, a wgmma or TMA store either
+// at once or when it is waited for.
 //
-// Reported as a failure, not as a wrong number: a deadlock (with what every warp waits for), an arrival too many, an
-// address outside shared memory, a misaligned tile, a tensor map that the hardware refuses, a copy of the decode
-// kernel's X by a thread that has not waited for the previous kernel, which may write X, a race in shared memory by
-// what is ordered (races.h), a missing proxy fence among them, a copy between blocks of which one has left. A race that
-// this should miss still shows as wrong numbers under some seeds: shared memory starts as NaN, a tile that is
-// overwritten early is read late.
+// Errors: a deadlock (with what every warp waits for), a surplus arrival, an address outside shared memory, a
+// misaligned tile, an invalid tensor map, a read of what the previous kernel may write, a race in shared memory or a
+// missing proxy fence (races.h), and a copy between blocks of which one has exited. A missed race still gives wrong
+// numbers under some seeds: shared memory starts as NaN.
 //
-// Not seen: races in global memory, the rounding inside a wgmma (sums are exact here), speed.
+// Not modelled: races in global memory, rounding inside a wgmma (sums are exact here), speed.
 
 #pragma once
 
@@ -26,7 +23,7 @@
 #include "qdata.h"
 
 #define JETRL_KERNEL
-// Inlined, so that what a function returns is an assignment, which the sanitizer's calls see.
+// Inlined, so that a returned value is an assignment, which the sanitizer instruments.
 #define JETRL_DEVICE inline __attribute__((always_inline))
 #define JETRL_GRID_CONSTANT const
 #define __launch_bounds__(...)
@@ -69,15 +66,15 @@ int rank_in_cluster();
 uint8_t* dynamic_shared_memory();
 uint32_t shared_address(const void* pointer);
 
-// Stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initialisations.
+// Stricter than a GPU: a cluster's barrier, which is relaxed here, orders nothing but initializations.
 void sync_warp();
 void sync_block();
 void sync_cluster();
 void wait_for_previous_kernel();
 
 // An mbarrier has its phase, pending arrivals and (possibly negative) pending bytes; a wait names a parity only. Laxer
-// than a GPU: an arrival at another block's barrier orders what its thread did, as one at the own barrier does; what
-// then follows in the other block is overwriting what was read here.
+// than a GPU: an arrival at another block's barrier orders what its thread did, as one at its own barrier does; the
+// other block then overwrites what was read here.
 void barrier_init(uint32_t barrier, int arrivals);
 void fence_barrier_init();
 void fence_for_copies();
@@ -86,8 +83,8 @@ void barrier_arrive_at(uint32_t barrier, int rank);
 void barrier_arrive_expect(uint32_t barrier, int bytes);
 void barrier_wait(uint32_t barrier, uint32_t parity, const char* name, int stage);
 
-// Tile loads with the 128-byte swizzle, zero fill and multicast; each destination block is served on its own time, as
-// is a bulk copy, to another block of the cluster, too. A store reads shared memory at its group's end or at the wait.
+// Tile loads with the 128-byte swizzle, zero fill and multicast; each destination block has its own time, as
+// does a bulk copy, also to another block of the cluster. A store reads shared memory at its group's end or its wait.
 // cp.async is in program order per thread, as are the arrival that follows it and the wait for it.
 void tma_load(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier);
 void tma_load_multicast(uint32_t to, const TensorMap* map, int column, int row, uint32_t barrier, uint16_t blocks);
@@ -109,7 +106,7 @@ void wait_for_wgmma(int pending);
 
 void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 
-// What `lane` of this warp brings. Stricter than a GPU: an exchange orders no memory.
+// The operand of `lane` of this warp. Stricter than a GPU: an exchange orders no memory.
 uint32_t exchange(uint32_t value, int lane);
 int count_true(bool value);
 void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed);
@@ -127,7 +124,7 @@ inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) { ldmatri
 
 inline bool elect_one() { return thread_index() % 32 == 0; }
 
-// As the hardware's: a block's own addresses are below 1 << 24.
+// As on the hardware, a block's own addresses are below 1 << 24.
 inline uint32_t address_in_cluster(uint32_t address, int rank) { return address | uint32_t(rank) << 24; }
 inline void barrier_arrive_in_cluster(uint32_t barrier) { barrier_arrive_at(barrier & 0xFFFFFF, int(barrier >> 24)); }
 

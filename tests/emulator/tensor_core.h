@@ -1,7 +1,7 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// How a tensor core rounds: all 16 products and the addend are cut off 25 places below the largest exponent, summed
+// Rounding of a tensor core: all 16 products and the addend are cut off 25 places below the largest exponent, summed
 // exactly and cut off to FP32 (Hopper in arXiv 2511.10909).
 
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace emulator {
 
-// Of an mma.sync, the addend and 16 products.
+// An mma.sync: the addend and 16 products.
 inline float fused_sum(float addend, const float (&a)[16], const float (&b)[16]) {
   double exact = addend;
   for (int k = 0; k < 16; ++k) exact += double(a[k]) * b[k];

@@ -34,7 +34,7 @@ void end(std::vector<int>& accesses, uint32_t entry, uint32_t time) {
 void touch(Block& of, int access, uint32_t address, uint32_t bytes) {
   const int met = of.history.touch(machine.accesses, access, address - kFirstAddress, bytes, machine.current->knows);
   if (met != -1) {
-    fail("a race at " + std::to_string(address) + ": " + described(machine.accesses[access]) + ", not ordered behind " +
+    fail("a race at " + std::to_string(address) + ": " + described(machine.accesses[access]) + ", not ordered after " +
          described(machine.accesses[met]));
   }
 }
@@ -449,7 +449,7 @@ void cp_async_arrive(uint32_t barrier) {
 void wgmma_fence() { machine.current->fenced = true; }
 void issue_wgmma(float* d, int n, uint64_t a, uint64_t b, bool keep) {
   Fiber& fiber = *machine.current;
-  if (!fiber.fenced) fail("a wgmma without a fence behind the last use of its registers");
+  if (!fiber.fenced) fail("a wgmma without a fence after the last use of its registers");
   if (fiber.issued.reads == -1) fiber.issued.reads = begin("wgmma's read for a thread", false, false);
   const auto read = [&](uint64_t descriptor, int first_row, int rows) {
     const uint32_t start = uint32_t(descriptor & 0x3FFF) << 4 & ~1023u;
@@ -492,8 +492,8 @@ void wait_for_wgmma(int pending) {
 const uint32_t (*meet(uint32_t r0, uint32_t r1 = 0, uint32_t r2 = 0, uint32_t r3 = 0))[4] {
   Warp& warp = block().warps[machine.current->thread / 32];
   auto& slots = warp.slots[warp.values.generation & 1];
-  const uint32_t mine[4] = {r0, r1, r2, r3};
-  std::memcpy(slots[machine.current->thread % 32], mine, sizeof(mine));
+  const uint32_t values[4] = {r0, r1, r2, r3};
+  std::memcpy(slots[machine.current->thread % 32], values, sizeof(values));
   join_and_wait(warp.values, 32, "its warp", Passes::kOrder);
   maybe_yield();
   return slots;

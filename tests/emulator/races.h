@@ -24,11 +24,11 @@
 namespace emulator {
 
 // What a thread or an mbarrier knows to be complete, in three clocks. `copies`: what of `plain` a fence has passed to
-// the copy engine and wgmma, which see the other proxy only across a fence. `order`: what comes earlier without an order of
-// memory, also what is before a relaxed barrier, an exchange among lanes, or the arrival that follows cp.async. A wait
-// names a phase of an mbarrier by its parity alone, so the next phase must not end before every such wait has returned.
-// An arrival, a copy's bytes or a wait must know that the previous phase is complete: otherwise another run could count
-// it in another phase.
+// the copy engine and wgmma, which see the other proxy only across a fence. `order`: what comes earlier without an
+// order of memory, also what is before a relaxed barrier, an exchange among lanes, or the arrival that follows
+// cp.async. A wait names a phase of an mbarrier by its parity alone, so the next phase must not end before every such
+// wait has returned. An arrival, a copy's bytes or a wait must know that the previous phase is complete: otherwise
+// another run could count it in another phase.
 struct Knowledge {
   std::vector<uint32_t> plain, copies, order;
 

@@ -40,7 +40,7 @@ class Asked(TorchFunctionMode):
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """Names of torch operators of ours that are called as such."""
+    """Names of this package's torch operators that are called as operators."""
     names = []
     packet = type(torch.ops.jetrl.rms_norm)
     own = packet.__call__

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The proof behind `_quotient` in kernels/device/e4m3.py: both ways to all qdata of the division.
+"""The proof of `_quotient` in kernels/device/e4m3.py: both ways to all qdata of the division.
 
 One residual step.
 
@@ -62,7 +62,7 @@ def two_terms(x: int, s: int, off: int) -> Fraction:
 
 
 def midpoints() -> list[int]:
-    """25-bit M of the two midpoints beside each tie between qdata, whatever the exponent of the tie."""
+    """25-bit M of the two midpoints next to each tie between qdata, for any exponent of the tie."""
     ties = [t << 19 for t in range(16, 32)]
     assert all(2**23 <= t < 2**24 for t in ties)
     # Below a power of two the neighbours are half as far: its lower midpoint is the last one of the binade below.

@@ -113,14 +113,15 @@ def test_torch_sees_a_quantized_tensor_as_two_tensors(calls):
     ],
 )
 def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes(operator, quantize, rule):
-    weight, graphs = quantize(torch.randn(130, 256).bfloat16()), []
+    weight, scales = quantize(torch.randn(130, 256).bfloat16())
+    fprop, graphs = getattr(kernels, operator), []
 
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 
     def layer(x):
-        return getattr(kernels, operator)(x * 2, *weight, None, *rule) + 1
+        return fprop(x * 2, weight, scales, None, *rule) + 1
 
     compiled = torch.compile(layer, backend=backend, fullgraph=True, dynamic=True)
     for m in (3, 5):

@@ -1,10 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What a live vLLM engine of this process is made of, by full names of classes and functions.
-
-``python tests/engine_inventory.py MODEL`` prints it for an engine of ``precision=bf16`` and one of ``jet_fp8`` with
-shared operations, both on the CPU; docs/architecture.md shows the difference.
-"""
+"""Inventory of a live vLLM engine and of its process, by full names of classes and functions."""
 
 import sys
 import types
@@ -14,7 +10,7 @@ from typing import Any
 
 import torch
 
-OURS = "jetrl_verl"
+PACKAGE = "jetrl_verl"
 
 
 def name_of(thing: Any) -> str:
@@ -27,7 +23,7 @@ def name_of(thing: Any) -> str:
 
 
 def inventory(worker: Any) -> dict[str, Any]:
-    """Everything of the engine that a plugin could have exchanged, found at the live objects.
+    """Everything in the engine that a plugin could have replaced, read from the live objects.
 
     Args:
         worker: vLLM's worker of an engine in this process.
@@ -61,7 +57,7 @@ def inventory(worker: Any) -> dict[str, Any]:
 
 
 def registries() -> dict[str, list[str]]:
-    """What is registered for every engine of this process, and functions of vLLM that are not vLLM's."""
+    """What is registered for every engine of this process, and names in vLLM that this project replaced."""
     from torch.nn.modules import module as torch_module
     from vllm.model_executor import custom_op
     from vllm.model_executor.layers import quantization
@@ -79,7 +75,7 @@ def registries() -> dict[str, list[str]]:
         "quantization methods": sorted(
             f"{name}: {kind.__module__}" for name, kind in quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG.items()
         ),
-        "names in vLLM that are ours": sorted(_exchanged()),
+        "names in vLLM from this package": sorted(_patched_names()),
     }
 
 
@@ -93,39 +89,19 @@ def _hooks(module: torch.nn.Module) -> Iterator[Any]:
             yield from hooks.values()
 
 
-def _exchanged() -> Iterator[str]:
+def _patched_names() -> Iterator[str]:
     """Attributes of vLLM's modules and classes that were defined in this project."""
     for name, module in sorted(sys.modules.items()):
         if name.partition(".")[0] != "vllm" or not isinstance(module, types.ModuleType):
             continue
         for attribute, value in list(vars(module).items()):
-            if _is_ours(value):
+            if _is_own(value):
                 yield f"{name}.{attribute}"
             elif isinstance(value, type) and value.__module__ == name:
-                yield from (f"{name}.{attribute}.{own}" for own, inner in dict(vars(value)).items() if _is_ours(inner))
+                yield from (f"{name}.{attribute}.{own}" for own, inner in dict(vars(value)).items() if _is_own(inner))
 
 
-def _is_ours(value: Any) -> bool:
+def _is_own(value: Any) -> bool:
     if isinstance(value, staticmethod | classmethod | types.MethodType):
         value = value.__func__
-    return isinstance(value, type | types.FunctionType) and str(value.__module__).partition(".")[0] == OURS
-
-
-def main(folder: str) -> None:
-    import json
-
-    import vllm_engine
-
-    from jetrl_verl.config.options import JetConfig
-
-    ours = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule="fp32", operations="shared")
-    with vllm_engine.cpu_settings():
-        for options in (None, ours):
-            llm, worker = vllm_engine.start(folder, options, load_format="dummy")
-            print(json.dumps({"precision": options.precision if options else "bf16"} | inventory(worker), indent=1))
-            del llm, worker
-        print(json.dumps(registries(), indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+    return isinstance(value, type | types.FunctionType) and str(value.__module__).partition(".")[0] == PACKAGE

@@ -1,14 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``precision=bf16_shared`` in a real vLLM on the CPU: its own BF16 linears, our operations, our weight sync and check.
-
-Log-probabilities are close to the trainer's and not promised to be equal, since each side multiplies with its own GEMM.
-"""
+"""``precision=bf16_shared`` in a real vLLM on the CPU: vLLM's BF16 linears, shared operations, our sync and check. Each
+side has its own GEMM, so log-probabilities are close to the trainer's but not equal."""
 
 import pytest
 import torch
 import vllm_engine
-from engine_inventory import OURS, inventory
+from engine_inventory import PACKAGE, inventory
 from test_exact_rollout_on_cpu import SHAPE, build_policy
 from vllm_engine import sync
 
@@ -21,7 +19,7 @@ from jetrl_verl.sync.wire import quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
 FAMILY = "qwen2"
-"""It has biases, which its linears add themselves."""
+"""Its linears have biases."""
 LINEARS = formats.UNQUANTIZED
 CPU = torch.device("cpu")
 
@@ -40,7 +38,7 @@ def engine(tmp_path_factory, cpu_platform):
 
 
 def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=None):
-    """What a trainer whose linear layers are in ``linears`` sends; ``edit`` changes a tensor behind the sums."""
+    """Stream of a trainer with linears of this format; ``edit`` changes tensors after their sums are taken."""
     model = build_policy(FAMILY, seed)
     plans = plan_linears(model.config, format_name=linears)
     weights = with_contract(
@@ -52,30 +50,30 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
     return [(name, edit(name, tensor.clone()) if edit else tensor) for name, tensor in weights]
 
 
-def test_the_engine_has_our_operations_and_vllms_linears(engine):
+def test_the_engine_has_shared_operations_and_stock_linears(engine):
     _, worker = engine
-    found = inventory(worker)
-    assert found["worker"][0] == f"{OURS}.rollout.worker.JetWorker"
-    assert found["quantization"] == f"{OURS}.rollout.method.JetBF16Config"
-    methods = found["linear methods"]
+    parts = inventory(worker)
+    assert parts["worker"][0] == f"{PACKAGE}.rollout.worker.JetWorker"
+    assert parts["quantization"] == f"{PACKAGE}.rollout.method.JetBF16Config"
+    methods = parts["linear methods"]
     assert methods["vllm.model_executor.layers.linear.UnquantizedLinearMethod"] == 2 * 4
-    assert not any(name.startswith(OURS) for name in methods)
-    shared = {name.rpartition(".")[2] for name in found["modules"] if name.startswith(OURS)}
+    assert not any(name.startswith(PACKAGE) for name in methods)
+    shared = {name.rpartition(".")[2] for name in parts["modules"] if name.startswith(PACKAGE)}
     assert shared == {"SharedRMSNorm", "SharedSiluAndMul", "SharedRotaryEmbedding", "SharedLogitsProcessor"}
-    assert found["attention"] == {f"{OURS}.rollout.cpu_attention.SharedCPUAttention": 2}
-    assert found["sampler"] == f"{OURS}.rollout.sampler.SharedSampler"
-    # Nobody reads qdata, so nothing is quantized on the way out of a norm or an activation.
+    assert parts["attention"] == {f"{PACKAGE}.rollout.cpu_attention.SharedCPUAttention": 2}
+    assert parts["sampler"] == f"{PACKAGE}.rollout.sampler.SharedSampler"
+    # No layer reads qdata, so norms and activations do not quantize.
     rules = [module.reader_rule for module in worker.get_model().modules() if hasattr(module, "reader_rule")]
     assert len(rules) == 2 * 3 + 1 and set(rules) == {None}
 
 
-def test_what_is_sent_is_bf16_and_held_and_close_to_the_trainers(engine, caplog):
+def test_the_stream_is_bf16_and_log_probabilities_are_close_to_the_trainers(engine):
     llm, worker = engine
     sent = stream(1)
     assert all(formats.of(tensor) is None for _, tensor in sent)
     sync(worker, sent)
     prompt = torch.randint(0, SHAPE["vocab_size"], (48,), generator=torch.Generator().manual_seed(0)).tolist()
-    theirs = vllm_engine.prompt_log_probs(llm, prompt)
+    rollout = vllm_engine.prompt_log_probs(llm, prompt)
 
     def trainer(shared: bool) -> torch.Tensor:
         model = build_policy(FAMILY, 1)
@@ -87,8 +85,8 @@ def test_what_is_sent_is_bf16_and_held_and_close_to_the_trainers(engine, caplog)
             logits = model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, :-1].float()
         return kernels.log_probs(logits, torch.tensor(prompt[1:])[:, None], torch.ones(len(prompt) - 1))[:, 0]
 
-    ours, stock = ((trainer(shared) - theirs).square().mean() for shared in (True, False))
-    assert ours < stock / 2
+    shared_error, stock_error = ((trainer(shared) - rollout).square().mean() for shared in (True, False))
+    assert shared_error < stock_error / 2
 
 
 def flipped(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,17 +103,17 @@ def flipped(name: str, tensor: torch.Tensor) -> torch.Tensor:
     ],
     ids=["a bit of a BF16 weight", "stock operations"],
 )
-def test_a_difference_is_named(engine, changes, sentence):
+def test_a_weight_or_operation_that_differs_is_named(engine, changes, sentence):
     with pytest.raises(ContractViolation, match=sentence):
         sync(engine[1], stream(2, **changes))
 
 
-def test_qdata_do_not_fit_an_engine_without_a_format(engine):
+def test_qdata_cannot_be_loaded_by_an_engine_without_a_format(engine):
     with pytest.raises(RuntimeError, match="could not load the weights"):
         sync(engine[1], stream(3, linears=formats.FLOW))
 
 
-def test_a_probe_on_one_side_alone_is_a_difference(engine):
+def test_a_probe_on_one_side_alone_is_refused(engine):
     model = build_policy(FAMILY, 4)
     weights = quantize_stream(model.state_dict().items(), {}, "fp32", LINEARS)
     stated = with_contract(weights, scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))

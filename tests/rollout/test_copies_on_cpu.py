@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's later weight syncs repeat what vLLM's loaders copied at the first: the same bits, without the loaders;
-what is not a copy is loaded again, and a copy to a wrong place is seen."""
+"""Later weight syncs repeat the copies that vLLM's loaders made at the first one, with the same bits and no loader.
+What is not a copy is loaded again, and a copy to a wrong place is detected."""
 
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Worker:
-    """Live parameters, and loaders of all forms that vLLM's have."""
+    """Live parameters and loaders of every form in vLLM."""
 
     def __init__(self) -> None:
         self.live = {
@@ -38,23 +38,22 @@ class Worker:
             "halves": torch.zeros(2, 8, 16, dtype=torch.uint8),
             "number": torch.zeros(1, dtype=torch.bfloat16),
         }
-        map_ = SimpleNamespace(tensors=lambda: self.held)
-        self.held = {name: SimpleNamespace(tensor=tensor, scales=None) for name, tensor in self.live.items()}
-        self.copies = Copies(map_)
+        self.tensors = {name: SimpleNamespace(tensor=tensor, scales=None) for name, tensor in self.live.items()}
+        self.copies = Copies(SimpleNamespace(tensors=lambda: self.tensors))
         self.loaded: list[str] = []
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
         self.loaded.append(name)
-        bytes_ = tensor.view(FP8) if tensor.dtype == torch.uint8 else tensor
+        values = tensor.view(FP8) if tensor.dtype == torch.uint8 else tensor
         if name == "q and k":
-            self.live["merged"].narrow(0, 0, 32).copy_(bytes_[:32])
-            self.live["merged"].narrow(0, 32, 8).copy_(bytes_[32:40])
+            self.live["merged"].narrow(0, 0, 32).copy_(values[:32])
+            self.live["merged"].narrow(0, 32, 8).copy_(values[32:40])
         elif name == "v":
-            self.live["merged"].narrow(0, 40, 8).copy_(bytes_.narrow(0, 8, 8))  # the second rank's rows
+            self.live["merged"].narrow(0, 40, 8).copy_(values.narrow(0, 8, 8))  # the second rank's rows
         elif name == "columns":
-            self.live[name].copy_(bytes_.narrow(1, 32, 32))
+            self.live[name].copy_(values.narrow(1, 32, 32))
         elif name == "odd columns":
-            self.live[name].copy_(bytes_[:, 3:8])
+            self.live[name].copy_(values[:, 3:8])
         elif name == "padded":
             self.live[name][: len(tensor)].copy_(tensor)
             self.live[name][len(tensor) :].fill_(0)
@@ -77,7 +76,7 @@ class Worker:
 
 
 def wire(seed: int, offset: int = 0) -> list[tuple[str, torch.Tensor]]:
-    """Pieces in one buffer, as verl's receiver has them, which begins ``offset`` bytes from a multiple of 16."""
+    """Pieces in one buffer, as in verl's receiver, that begins ``offset`` bytes after a multiple of 16."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {
         "q and k": ((40, 64), torch.uint8),
@@ -114,27 +113,27 @@ def expected(seed: int) -> dict[str, list]:
     return bits(worker.live)
 
 
-def test_copies_of_every_form_are_repeated_bit_for_bit():
+def test_a_later_sync_repeats_copies_of_every_form_bit_for_bit():
     worker = Worker()
     worker.sync(wire(0))
     assert bits(worker.live) == expected(0) and len(worker.loaded) == 8
     for tensor in worker.live.values():
-        tensor.view(torch.uint8).fill_(0x55)  # as after a sleep that drops the weights
+        tensor.view(torch.uint8).fill_(0x55)  # as after a sleep that discards the weights
     worker.sync(wire(1))
     assert len(worker.loaded) == 8, "nothing is loaded twice"
     assert bits(worker.live) == expected(1) != expected(0)
 
 
-def test_rows_below_each_other_on_both_sides_are_one_copy():
+def test_rows_contiguous_on_both_sides_are_one_copy():
     worker = Worker()
     worker.sync(wire(0))
-    known = {key[0]: piece for key, piece in worker.copies._known.items()}
-    assert [len(target) for target in known["q and k"].targets] == [40 * 64 // 8]
-    assert known["v"].sizes == [64, 64] and known["v"].taken == [1]
-    assert known["columns"].parts[0].dtype == torch.int64 and known["odd columns"].parts[0].dtype == FP8
+    pieces = {key[0]: piece for key, piece in worker.copies._known.items()}
+    assert [len(target) for target in pieces["q and k"].targets] == [40 * 64 // 8]
+    assert pieces["v"].sizes == [64, 64] and pieces["v"].taken == [1]
+    assert pieces["columns"].parts[0].dtype == torch.int64 and pieces["odd columns"].parts[0].dtype == FP8
 
 
-def test_parameters_of_two_storages_that_are_neighbours_in_memory_are_two_copies():
+def test_adjacent_parameters_of_two_storages_are_two_copies():
     memory = bytearray(2 * 2**12)
     skipped = -(torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % 16
     one, other = (torch.frombuffer(memory, dtype=torch.uint8, count=2048, offset=skipped + at) for at in (0, 2048))
@@ -145,7 +144,7 @@ def test_parameters_of_two_storages_that_are_neighbours_in_memory_are_two_copies
         def __init__(self) -> None:
             super().__init__()
             self.live |= {"one": one, "other": other}
-            self.held |= {name: SimpleNamespace(tensor=self.live[name], scales=None) for name in ("one", "other")}
+            self.tensors |= {name: SimpleNamespace(tensor=self.live[name], scales=None) for name in ("one", "other")}
 
         def load(self, name: str, tensor: torch.Tensor) -> None:
             self.loaded.append(name)
@@ -176,10 +175,10 @@ def test_a_piece_of_another_shape_is_loaded():
     assert worker.live["padded"][8:].count_nonzero() == 0
 
 
-def test_everything_is_loaded_again_when_a_parameter_has_moved_or_a_sync_did_not_hold():
+def test_everything_is_loaded_after_a_parameter_moved_or_a_sync_failed():
     worker = Worker()
     worker.sync(wire(0))
-    worker.held = dict(worker.held)  # what the map answers when it was made again
+    worker.tensors = dict(worker.tensors)  # as a map that is built again
     worker.sync(wire(1))
     assert len(worker.loaded) == 16 and bits(worker.live) == expected(1)
     worker.copies.start()
@@ -201,7 +200,7 @@ def test_everything_is_loaded_again_when_a_parameter_has_moved_or_a_sync_did_not
     ],
     ids=["product", "reversed", "in place", "number", "elsewhere", "twice", "broadcast"],
 )
-def test_what_is_no_plain_copy_into_a_live_parameter_is_loaded_each_time(monkeypatch, load):
+def test_what_is_not_a_plain_copy_into_a_parameter_is_loaded_each_time(monkeypatch, load):
     worker = Worker()
     monkeypatch.setattr(worker, "load", lambda name, tensor: worker.loaded.append(name) or load(worker.live, tensor))
     for seed in range(3):
@@ -216,7 +215,7 @@ RULE = "fp32"
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory, cpu_platform):
-    """vLLM's, of a model with biases on q, k and v and a tied head."""
+    """vLLM's worker on a model with biases on q, k and v and a tied head."""
     folder = tmp_path_factory.mktemp("model")
     tiny_model("qwen2", 0, vocab_size=96, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(folder)
     options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE)
@@ -226,7 +225,7 @@ def worker(tmp_path_factory, cpu_platform):
 
 
 def stream(seed: int):
-    """What an actor sends: stacks of what is equally wide, and a head that is the embedding."""
+    """An actor's stream: matrices of one width in stacks, and a head tied to the embedding."""
     model = tiny_model("qwen2", seed, vocab_size=96, tie_word_embeddings=True)
     state, plans = model.state_dict(), plan_linears(model.config)
     groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),)
@@ -253,7 +252,7 @@ def parameters(worker) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def loads(worker, monkeypatch) -> list[int]:
-    """How many names each call of vLLM's loaders was given."""
+    """Number of names in each call of vLLM's loaders."""
     calls, stock = [], worker.model_runner.model.load_weights
 
     def load_weights(weights):
@@ -281,7 +280,7 @@ def test_the_second_sync_calls_no_loader_and_leaves_the_same_bits(worker, loads)
     assert all(torch.equal(bits, loaded[name]) for name, bits in repeated.items())
 
 
-def test_a_copy_to_a_wrong_place_is_seen_and_the_next_sync_loads(worker, loads):
+def test_a_copy_to_a_wrong_place_is_detected_and_the_next_sync_loads(worker, loads):
     vllm_engine.sync(worker, stream(3))
     vllm_engine.sync(worker, stream(3))
     piece = next(piece for piece in worker._jetrl_copies._known.values() if len(piece.targets) > 3)
@@ -295,14 +294,14 @@ def test_a_copy_to_a_wrong_place_is_seen_and_the_next_sync_loads(worker, loads):
     assert sum(loads) == 26
 
 
-def test_a_wrong_map_of_live_parameters_is_seen_at_the_first_sync_and_at_later_ones(worker, monkeypatch):
+def test_a_wrong_map_of_live_parameters_is_detected_at_every_sync(worker, monkeypatch):
     vllm_engine.sync(worker, stream(4))
     stock = live_module.live_tensors
 
     def swapped(model):
-        found = stock(model)
+        tensors = stock(model)
         k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
-        return found | {k: found[v], v: found[k]}
+        return tensors | {k: tensors[v], v: tensors[k]}
 
     for repeats in (True, False):
         worker._jetrl_live._tensors = swapped(worker.model_runner.model)
@@ -313,7 +312,7 @@ def test_a_wrong_map_of_live_parameters_is_seen_at_the_first_sync_and_at_later_o
     worker._jetrl_live._places = []
 
 
-def test_a_parameter_that_moved_is_loaded_where_it_is_now(worker, loads):
+def test_a_parameter_that_moved_is_loaded_at_its_new_address(worker, loads):
     vllm_engine.sync(worker, stream(5))
     loads.clear()
     weight = worker.model_runner.model.model.layers[1].mlp.down_proj.weight

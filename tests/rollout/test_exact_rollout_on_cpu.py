@@ -1,12 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shared operations in a real vLLM on the CPU: its log-probabilities are the trainer's, in all 32 bits.
-
-One engine per model family, with everything on that changes which tokens share a call: prefix caching, chunked prefill
-(32 tokens a step) and preemption (a cache too small for its requests). Each is shown to have happened. The trainer is
-the stock Hugging Face model with the shared operations, fed with batches cut in other ways. One of the engines is
-compiled by vLLM, the others are eager.
-"""
+"""Shared operations in a real vLLM on the CPU, one engine a family: log-probabilities equal the trainer's in all 32
+bits with prefix caching, chunked prefill and preemption; some engines run vLLM's own compilation."""
 
 import random
 from collections import Counter
@@ -31,22 +26,22 @@ from jetrl_verl.train.weight_stream import stated_routing
 
 RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
-"""Entries of lm_head and entries that have a token: the rest may never be sampled."""
+"""Rows of lm_head, and how many of them have a token: the others may never be sampled."""
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
 CHANGES = {"mistral": dict(sliding_window=None)}
 TEMPERATURES = (1.0, 0.6, 1.3)
 RULED = {"qwen3": 5, "qwen3_moe": 4}
-"""Norms and activations of a layer, where they are not three: QK norms, and no activation of a mixture's."""
+"""Norms and activations of a layer if not three: with QK norms, and without the activation in a mixture."""
 COMPILED = ("qwen2", "qwen3_moe")
-"""Families whose engine runs vLLM's own compilation: traced whole, cut at attention."""
+"""Families whose engine runs vLLM's own compilation."""
 VLLMS_SPLITTING = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update")
 """Where vLLM cuts on a GPU."""
 PIECES: list[list[str]] = []
-"""Our operators in each piece between two attentions of the compiled model."""
+"""Operators of jetrl in each piece of the compiled model between two attentions."""
 
 
 def cut_at_attention(graph, inputs):
-    """Backend of the compiled engine: what vLLM does with the graph on a GPU, without Inductor behind it."""
+    """Backend of the compiled engine: splits the graph as vLLM does on a GPU, without Inductor."""
     from vllm.compilation.backends import split_graph
 
     whole, pieces = split_graph(graph, [*VLLMS_SPLITTING, qk_norm.ATTENTION])
@@ -58,13 +53,13 @@ def cut_at_attention(graph, inputs):
 
 
 def build_policy(family: str, seed: int):
-    """FP32 masters; norms are not all one and projections large enough for a policy that prefers something."""
+    """FP32 masters of a policy far from uniform."""
     return with_preferences(tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {})))
 
 
 def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> torch.nn.Module:
-    """A policy as the engine's FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations; ``tp``: ranks
-    of the rollout that it repeats."""
+    """A policy as FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations, for a rollout of ``tp``
+    ranks."""
     from jetrl_verl.train.engine import mask_unused_vocabulary
 
     for parameter in model.parameters():
@@ -91,7 +86,7 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
 
 @dataclass
 class Rollout:
-    """A live engine and what its scheduler has done since it started."""
+    """A live engine and counts of what its scheduler did."""
 
     family: str
     llm: object
@@ -101,8 +96,7 @@ class Rollout:
     draws: int = 0
 
     def watch(self) -> None:
-        """Count prompts cut into chunks, and preemptions, at the scheduler's own methods, and the steps that the shared
-        sampler draws by itself, where the worker is of this process and has one."""
+        """Count prompt chunks, preemptions, and steps that the shared sampler draws, if this process has one."""
         scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -151,24 +145,18 @@ def rollout(request, tmp_path_factory, cpu_platform):
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
         compiled = {}
         if request.param in COMPILED:
-            # It would keep what the backend made, which is for Inductor's. vLLM reads its environment once a process.
+            # AOT compilation saves Inductor's artifacts. vLLM reads its environment once a process.
             patch.setattr(vllm.envs, "VLLM_USE_AOT_COMPILE", False)
             backend = f"{__name__}.{cut_at_attention.__name__}"
             settings = {"mode": "DYNAMO_TRACE_ONCE", "backend": backend, "splitting_ops": list(VLLMS_SPLITTING)}
             compiled = dict(enforce_eager=False, compilation_config=settings)
-        llm, worker = vllm_engine.start(
-            folder,
-            options,
-            load_format="dummy",
-            **vllm_engine.CROWDED,
-            **compiled,
-        )
+        llm, worker = vllm_engine.start(folder, options, load_format="dummy", **vllm_engine.CROWDED, **compiled)
         monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
-        found = Rollout(request.param, llm, worker)
-        found.watch()
-        yield found
+        engine = Rollout(request.param, llm, worker)
+        engine.watch()
+        yield engine
         del llm, worker
-        found.llm = found.worker = None
+        engine.llm = engine.worker = None
         cleanup_dist_env_and_memory()
 
 
@@ -180,7 +168,7 @@ def prompts_with_shared_prefixes(seed: int) -> list[list[int]]:
 
 
 def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[float], packed: bool) -> list[torch.Tensor]:
-    """Log-probability of each token from the second on, of sequences that go through the model in one micro-batch."""
+    """Log-probabilities of each sequence's tokens from the second on, in one micro-batch."""
     lengths = torch.tensor([len(s) for s in sequences])
     if packed:
         inputs = dict(
@@ -196,13 +184,13 @@ def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[floa
         logits = model(**inputs, use_cache=False).logits
         rows = logits[0] if packed else logits[mask]
         following = torch.tensor(sum(sequences, [])).roll(-1)[:, None]
-        found = kernels.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
-    assert found.requires_grad == torch.is_grad_enabled()
-    return [part[:-1].detach() for part in found.split(lengths.tolist())]
+        log_probs = kernels.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
+    assert log_probs.requires_grad == torch.is_grad_enabled()
+    return [part[:-1].detach() for part in log_probs.split(lengths.tolist())]
 
 
 def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_batch: int) -> int:
-    """How many response tokens have another log-probability in the trainer, in micro-batches of shuffled sequences."""
+    """Number of response tokens whose log-probability differs in the trainer, over shuffled micro-batches."""
     order = list(range(len(prompts)))
     random.Random(micro_batch).shuffle(order)
     different = compared = 0
@@ -210,11 +198,11 @@ def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_ba
         chosen = order[start : start + micro_batch]
         responses = [list(outputs[i].outputs[0].token_ids) for i in chosen]
         sequences = [prompts[i] + response for i, response in zip(chosen, responses, strict=True)]
-        found = trainer_log_probs(model, sequences, [temperatures[i] for i in chosen], packed)
-        for i, response, mine in zip(chosen, responses, found, strict=True):
+        log_probs = trainer_log_probs(model, sequences, [temperatures[i] for i in chosen], packed)
+        for i, response, trained in zip(chosen, responses, log_probs, strict=True):
             entries = outputs[i].outputs[0].logprobs
-            theirs = torch.tensor([e[token].logprob for e, token in zip(entries, response, strict=True)])
-            different += int((mine[-len(response) :] != theirs).sum())
+            sampled = torch.tensor([e[token].logprob for e, token in zip(entries, response, strict=True)])
+            different += int((trained[-len(response) :] != sampled).sum())
             compared += len(response)
     assert compared == 40 * len(prompts)
     return different
@@ -239,7 +227,7 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     with torch.no_grad():
         assert differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
         assert differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
-    # In the forward that carries the gradient, and cut once more.
+    # In the forward that carries the gradient, in other micro-batches.
     assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=1) == 0
     assert differences(model, prompts, temperatures, again, packed=False, micro_batch=4) == 0
 
@@ -249,13 +237,13 @@ def test_prompt_log_probabilities_are_equal_too(rollout):
     rollout.llm.reset_prefix_cache()
     prompt = prompts_with_shared_prefixes(14)[4]
     (output,) = rollout.generate([prompt], [1.0], prompt_logprobs=0)
-    theirs = torch.tensor([e[token].logprob for e, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
+    sampled = torch.tensor([e[token].logprob for e, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
     with torch.no_grad():
-        (mine,) = trainer_log_probs(build_trainer(rollout.family, 14), [prompt], [1.0], packed=True)
-    assert torch.equal(mine, theirs)
+        (trained,) = trainer_log_probs(build_trainer(rollout.family, 14), [prompt], [1.0], packed=True)
+    assert torch.equal(trained, sampled)
 
 
-def test_what_a_linear_alone_reads_is_quantized_where_it_is_written(rollout):
+def test_inputs_of_linears_alone_are_quantized_where_they_are_written(rollout):
     model = rollout.worker.model_runner.model
     rules = {name: module.reader_rule for name, module in model.named_modules() if hasattr(module, "reader_rule")}
     mixture = rollout.family == "qwen3_moe"
@@ -267,8 +255,8 @@ def test_what_a_linear_alone_reads_is_quantized_where_it_is_written(rollout):
 
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
-def test_qdata_in_the_place_of_a_tensor_change_no_bit(rollout, monkeypatch):
-    """Of a layer's four linears three multiply only."""
+def test_quantizing_before_the_linear_changes_no_bit(rollout, monkeypatch):
+    """Three of a layer's four linears read qdata."""
     sync(rollout.worker, stream(rollout.family, 17))
     calls = Counter()
 
@@ -295,20 +283,20 @@ HALVES = {
     "qwen2": (["rotary"], ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"], "add_rms_norm"),
     "qwen3_moe": ([], EXPERTS, "combine_add_rms_norm"),
 }
-"""Between qkv and the attention, which begins with QK norms where there are some, behind the second norm, and the norm
-behind those."""
+"""Operators between qkv and attention (QK norms are part of attention), those after the second norm, and the next
+norm."""
 
 
 @pytest.mark.parametrize("rollout", COMPILED, indirect=True)
-def test_a_compiled_layer_has_no_operation_beside_ours_and_nothing_is_cut_between_them(rollout):
+def test_a_compiled_layer_has_only_shared_operations_in_whole_pieces(rollout):
     assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, qk_norm.ATTENTION]
-    heads, second, behind = HALVES[rollout.family]
+    heads, second, norm = HALVES[rollout.family]
     to_attention = ["fprop_quantized", *heads]
     mlp = ["fprop", "add_rms_norm_quantize_1x128", *second]
     assert len(PIECES) == 3
     assert PIECES[0] == ["rms_norm_quantize_1x128", *to_attention]
-    assert PIECES[1] == [*mlp, f"{behind}_quantize_1x128", *to_attention]
-    assert PIECES[2] == [*mlp, behind]
+    assert PIECES[1] == [*mlp, f"{norm}_quantize_1x128", *to_attention]
+    assert PIECES[2] == [*mlp, norm]
 
 
 def plant_norm(model, runner):
@@ -326,7 +314,7 @@ def plant_activation(model, runner):
 
 
 def plant_rotary(model, runner):
-    """Behind a QK norm in one layer, where the two are run one by one; else in all of them."""
+    """In one layer with QK norms, where norm and rotary then run one by one; else in all layers."""
     attention = model.model.layers[0].self_attn
     rotary = attention.rotary_emb
     if not hasattr(attention, "q_norm"):
@@ -343,7 +331,7 @@ def plant_rotary(model, runner):
 
 
 def plant_attention(model, runner):
-    """A softmax scale that is off by one part in 4096, less than BF16 can tell."""
+    """A softmax scale off by one part in 4096, which BF16 cannot represent."""
     impl = model.model.layers[1].self_attn.attn.impl
     return impl, "scale", impl.scale * (1 + 2**-12)
 
@@ -365,8 +353,8 @@ def plant_log_probs(model, runner):
 @pytest.mark.parametrize(
     "plant", [plant_norm, plant_qdata, plant_activation, plant_rotary, plant_attention, plant_logits, plant_log_probs]
 )
-def test_one_stock_operation_is_enough_to_differ(rollout, plant):
-    """The equality above is not a tautology: each operation, put back on the rollout's side alone, is seen."""
+def test_one_stock_operation_makes_log_probabilities_differ(rollout, plant):
+    """Each operation, put back in the rollout alone: the equality above is not a tautology."""
     sync(rollout.worker, stream(rollout.family, 15))
     rollout.llm.reset_prefix_cache()
     runner = rollout.worker.model_runner
@@ -386,16 +374,9 @@ def test_one_stock_operation_is_enough_to_differ(rollout, plant):
 
 
 @pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
-def test_a_side_with_other_operations_is_stopped_at_the_sync(rollout):
-    """Here by all of them; that one is told from the others: tests/sync/test_operations_probe_on_cpu.py."""
-    with pytest.raises(ContractViolation, match="add_rms_norm, .*, attention, .* differ between trainer and rollout"):
-        sync(rollout.worker, stream(rollout.family, 16, operations="stock"))
-
-
-@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("broken", ["norm_rotary_write", "decode_attention_bf16"])
-def test_a_cache_that_is_written_or_read_otherwise_is_named_at_the_sync(rollout, monkeypatch, broken):
-    """Which shows in no weight: values that are another token's, a scale that is off."""
+def test_a_fault_in_cache_writes_or_reads_is_named_at_the_sync(rollout, monkeypatch, broken):
+    """No weight shows it: values of another token, or a wrong scale."""
     stock = getattr(kernels, broken)
 
     def write(q, k, v, *others):

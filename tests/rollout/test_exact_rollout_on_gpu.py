@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Zero mismatch on a GPU, by model family: torch.compile, CUDA graphs, FlashAttention 3, the kernels that run there.
-
-The checks are those of test_exact_rollout_on_cpu.py, run with the GPU as torch's default device. An engine of vLLM's
-leaves memory and graphs behind, so each family has a process of its own.
-"""
+"""Zero mismatch on a GPU by model family, with torch.compile, CUDA graphs and FlashAttention 3. The checks are those of
+test_exact_rollout_on_cpu.py; each family has its own process, since an engine leaves memory and graphs."""
 
 import multiprocessing
 
@@ -16,7 +13,7 @@ SEEDS = (11, 12, 13)
 
 
 def check_family(family: str, folder: str, kv_cache: str) -> None:
-    """In a process of its own: three weight updates, each with two generations and the trainer's batch cut in ways."""
+    """In a process of its own: three weight updates, each with two generations and several micro-batch splits."""
     import os
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -36,7 +33,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         load_format="dummy",
         enforce_eager=False,
         gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**28,  # given, not measured: other jobs may use the GPU
+        kv_cache_memory_bytes=2**28,  # fixed: other jobs may use the GPU
         **vllm_engine.CROWDED,
     )
     monkey_patch_compute_logits(worker.model_runner.model, checks.TOKENS)
@@ -49,7 +46,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
     for seed in SEEDS:
         check(rollout, seed)
         print(f"{family}, weights {seed}: equal; {rollout.chunks} chunks, {rollout.preemptions} preemptions")
-    if family == "qwen2":  # the others get vLLM's second model runner, which takes those of prompts by itself
+    if family == "qwen2":  # vLLM's second model runner, of the other families, computes these itself
         checks.test_prompt_log_probabilities_are_equal_too(rollout)
 
 

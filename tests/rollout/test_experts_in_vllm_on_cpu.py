@@ -1,8 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of a rollout over several ranks: what each loads, what the contract check finds there, and that the ranks'
-sums are the trainer's in every bit. vLLM's layers without their constructors, so that no process group is needed; one
-rank of a real engine is in test_exact_rollout_on_cpu.py."""
+"""Experts of a rollout over several ranks: loading, the contract check, and sums of ranks that equal the trainer's
+bits. vLLM's layers are built without constructors, so no process group is needed."""
 
 from types import SimpleNamespace
 
@@ -29,9 +28,9 @@ FLOW = formats.get("fp8")
 
 
 def config(ranks: int = 1):
-    found = tiny_config("qwen3_moe", moe_intermediate_size=INNER, num_attention_heads=8, num_key_value_heads=8)
-    assert plan_linears(found, ranks)
-    return found
+    model_config = tiny_config("qwen3_moe", moe_intermediate_size=INNER, num_attention_heads=8, num_key_value_heads=8)
+    assert plan_linears(model_config, ranks)
+    return model_config
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -46,14 +45,14 @@ def stream(ranks: int):
 
 
 def rank_model(rank: int, ranks: int) -> nn.Module:
-    """What a worker holds before a sync: nothing yet, in parameters of its shapes."""
+    """A worker's model before a sync: zeros in parameters of the rank's shapes."""
     width = INNER // ranks
     shapes = {"w13_weight": (8, 2 * width, 256), "w2_weight": (8, 256, width)}
-    held = {}
+    parameters = {}
     for name, (experts, n, k) in shapes.items():
-        held[name] = torch.zeros(experts, n, k, dtype=FLOW.dtype)
-        held[name + "_scale_inv"] = torch.ones(experts, n // 128, k // 128)
-    routed = layer(RoutedExperts, **held, moe_config=SimpleNamespace(tp_rank=rank, intermediate_size=INNER))
+        parameters[name] = torch.zeros(experts, n, k, dtype=FLOW.dtype)
+        parameters[name + "_scale_inv"] = torch.ones(experts, n // 128, k // 128)
+    routed = layer(RoutedExperts, **parameters, moe_config=SimpleNamespace(tp_rank=rank, intermediate_size=INNER))
     model = nn.Module()
     model.config = config(ranks)
     parent = model
@@ -81,7 +80,7 @@ def test_every_rank_loads_its_part_and_the_contract_holds(ranks):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("parameter", ["w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv"])
-def test_a_part_of_one_expert_that_is_another_is_found(parameter, ranks):
+def test_an_expert_with_the_weights_of_another_is_detected(parameter, ranks):
     model, receiver = synced(ranks - 1, ranks)
     live = getattr(model.get_submodule(f"{PREFIX}.routed_experts"), parameter).data
     live[5] = live[4].clone()
@@ -89,7 +88,7 @@ def test_a_part_of_one_expert_that_is_another_is_found(parameter, ranks):
         receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
 
 
-def test_the_part_of_another_rank_is_found():
+def test_the_part_of_another_rank_is_detected():
     model, receiver = synced(0, 2)
     for name, tensor in receiver.take(stream(2)):
         load_experts(model, name, tensor, 1)
@@ -97,14 +96,14 @@ def test_the_part_of_another_rank_is_found():
         receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
 
 
-def test_another_shape_is_refused():
+def test_experts_of_another_shape_are_refused():
     model = rank_model(0, 1)
     with pytest.raises(ValueError, match=r"is \[8, 256, 128\] .* and this rank holds \[8, 256, 512\]"):
         load_experts(model, f"{PREFIX}.down_proj", torch.zeros(8, 256, 128, dtype=FLOW.dtype), 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_together_give_the_trainers_output_in_every_bit(ranks):
+def test_the_sum_of_ranks_is_the_trainers_output_in_every_bit(ranks):
     torch.manual_seed(1)
     x, logits = torch.randn(70, 256).bfloat16(), torch.randn(70, 8)
     chosen, weights = kernels.route(logits, 2, True)
@@ -114,10 +113,10 @@ def test_ranks_together_give_the_trainers_output_in_every_bit(ranks):
     JetExperts.replace(trainer, Experts(), scale_rule="fp32", ranks=ranks)
     parts = []
     for rank in range(ranks):
-        held = synced(rank, ranks)[0].get_submodule(f"{PREFIX}.routed_experts")
+        routed = synced(rank, ranks)[0].get_submodule(f"{PREFIX}.routed_experts")
         operands = (
-            QuantizedTensor(held.w13_weight.data, held.w13_weight_scale_inv.data),
-            QuantizedTensor(held.w2_weight.data, held.w2_weight_scale_inv.data),
+            QuantizedTensor(routed.w13_weight.data, routed.w13_weight_scale_inv.data),
+            QuantizedTensor(routed.w2_weight.data, routed.w2_weight_scale_inv.data),
         )
         segments = kernels.segments(chosen, 8, 1)
         rows = kernels.gather_quantized(FLOW.quantize_activation(x, "fp32"), segments.pair, 2)

@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An FP8 KV cache in a real vLLM on the CPU: the trainer's log-probabilities in all 32 bits, in twice the tokens.
-
-The engine and its questions are those of test_exact_rollout_on_cpu.py: prefix caching, chunked prefill and preemption
-happen, and the trainer is fed with batches cut in other ways.
-"""
+"""An FP8 KV cache in a real vLLM on the CPU holds twice the tokens, and log-probabilities equal the trainer's in all 32
+bits. Engine and checks are those of test_exact_rollout_on_cpu.py."""
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ from test_exact_rollout_on_cpu import (
     differences,
     prompts_with_shared_prefixes,
     stream,
+    trainer_log_probs,
 )
 from vllm_engine import sync
 
@@ -46,11 +44,11 @@ def rollout(request, tmp_path_factory, cpu_platform):
 
         llm, worker = start(tmp_path_factory.mktemp("fp8_cache"), request.param)
         monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
-        found = Rollout(FAMILY, llm, worker)
-        found.watch()
-        yield found
+        engine = Rollout(FAMILY, llm, worker)
+        engine.watch()
+        yield engine
         del llm, worker
-        found.llm = found.worker = None
+        engine.llm = engine.worker = None
         cleanup_dist_env_and_memory()
 
 
@@ -71,14 +69,14 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     with torch.no_grad():
         assert differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
         assert differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
-        # Another cache is another policy.
+        # A BF16 cache gives other log-probabilities.
         other = build_trainer(FAMILY, seed)
         assert differences(other, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
     # In the forward that carries the gradient.
     assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=4) == 0
 
 
-def test_the_cache_is_pages_of_bytes_of_half_the_size(rollout):
+def test_cache_pages_are_bytes_of_half_the_bf16_size(rollout):
     runner = rollout.worker.model_runner
     kv_heads = runner.model_config.get_num_kv_heads(runner.parallel_config)
     for cache in runner.kv_caches:
@@ -91,8 +89,8 @@ def test_the_cache_is_pages_of_bytes_of_half_the_size(rollout):
     assert type(impl) is cpu_attention.FP8CPUAttention and impl.kv_cache_dtype == "auto"
 
 
-def test_sleep_that_drops_the_cache_leaves_nothing_behind(rollout):
-    """Pages hold anything after waking up; here bytes that are NaN as data and huge as scales."""
+def test_stale_bytes_in_the_cache_after_a_sleep_change_nothing(rollout):
+    """Pages are not initialized after waking up; here they are NaN as data and huge as scales."""
     sync(rollout.worker, stream(FAMILY, 23, kv_cache="fp8"))
     prompts = prompts_with_shared_prefixes(23)
     for cache in rollout.worker.model_runner.kv_caches:
@@ -104,21 +102,21 @@ def test_sleep_that_drops_the_cache_leaves_nothing_behind(rollout):
         assert differences(model, prompts, [1.0] * len(prompts), after, packed=True, micro_batch=12) == 0
 
 
-def test_a_trainer_with_another_cache_is_stopped_at_the_sync(rollout):
+def test_a_trainer_with_another_cache_is_refused_at_the_sync(rollout):
     names = "attention over a BF16 KV cache, attention over an FP8 KV cache, norm_rotary"
     with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
         sync(rollout.worker, stream(FAMILY, 24))
 
 
 @pytest.mark.parametrize("broken", ["norm_rotary_write_fp8", "write_kv", "decode_attention"])
-def test_decode_that_is_not_prefill_is_named_at_the_sync(rollout, monkeypatch, broken):
-    """A scale that is off, an order of keys that is not the trainer's: neither shows in a weight."""
+def test_a_fault_in_cache_writes_or_decode_is_named_at_the_sync(rollout, monkeypatch, broken):
+    """A wrong scale of a key, or scaled queries: no weight shows it."""
     stock = getattr(kernels, broken)
 
     def write(*call):
-        found, (cache, slots) = stock(*call), call[-2:]
+        output, (cache, slots) = stock(*call), call[-2:]
         cache[slots[0] // 16, 0, 0, 16 * 128 + slots[0] % 16] += 1  # the scale of a key
-        return found
+        return output
 
     def decode(q, *call):
         return stock(q * 1.0078125, *call)
@@ -130,22 +128,16 @@ def test_decode_that_is_not_prefill_is_named_at_the_sync(rollout, monkeypatch, b
 
 
 @pytest.mark.parametrize("rollout", [BASELINE], ids=["baseline"], indirect=True)
-def test_a_baseline_has_the_cache_and_vllms_own_operations(rollout):
+def test_a_baseline_has_the_fp8_cache_and_stock_operations(rollout):
     sync(rollout.worker, stream(FAMILY, 26, operations="stock"))
     model = rollout.worker.model_runner.model
     assert type(model.model.norm).__module__.startswith("vllm.")
     assert type(model.model.layers[0].self_attn.attn.impl) is cpu_attention.FP8CPUAttention
     prompt = prompts_with_shared_prefixes(26)[4]
-    found = vllm_engine.prompt_log_probs(rollout.llm, prompt)
+    sampled = vllm_engine.prompt_log_probs(rollout.llm, prompt)
     for layer in model.model.layers:
         assert layer.self_attn.attn.get_kv_cache_spec(rollout.worker.vllm_config).dtype == torch.uint8
     with torch.no_grad():
-        (mine,) = trainer_log_probs_of(prompt)
-    # BF16 between the linears, each side's own, and FP8 keys and values in the rollout alone.
-    assert 0 < (found - mine).abs().max() < 0.3
-
-
-def trainer_log_probs_of(prompt: list[int]) -> list[torch.Tensor]:
-    from test_exact_rollout_on_cpu import trainer_log_probs
-
-    return trainer_log_probs(build_trainer(FAMILY, 26), [prompt], [1.0], packed=True)
+        (trained,) = trainer_log_probs(build_trainer(FAMILY, 26), [prompt], [1.0], packed=True)
+    # Each side has its own BF16 operations, and the rollout alone has FP8 keys and values.
+    assert 0 < (sampled - trained).abs().max() < 0.3

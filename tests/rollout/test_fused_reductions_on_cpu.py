@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's passes leave the sums of a rollout's ranks alone: they are off, and what they look for is not in the graph."""
+"""vLLM's fusion passes leave the sums of a rollout's ranks alone: they are off, and the graph has nothing they
+match."""
 
 import json
 from dataclasses import replace
@@ -18,7 +19,7 @@ from jetrl_verl.sync.contract import ContractViolation
 
 JET = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 UNCHECKED = replace(JET, contract_check=False)
-"""A sync that ends behind the worker's own guards."""
+"""Its sync ends after the worker's own guards."""
 BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations="stock", contract_check=False)
 OFF = dict.fromkeys(FUSIONS_OF_REDUCTIONS, False)
 KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.pass_config"
@@ -33,7 +34,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def config_of(folder: str, arguments: dict, ranks: int):
-    """vLLM's whole configuration of an engine, as its own defaults and checks leave it."""
+    """vLLM's whole configuration of an engine after its defaults and checks."""
     from vllm.engine.arg_utils import EngineArgs
 
     with vllm_engine.cpu_settings():
@@ -41,7 +42,7 @@ def config_of(folder: str, arguments: dict, ranks: int):
         return EngineArgs(model=folder, **fixed, **arguments).create_engine_config()
 
 
-def test_the_passes_are_off_where_vllm_would_turn_them_on(folder, monkeypatch):
+def test_passes_are_off_where_vllm_would_turn_them_on(folder, monkeypatch):
     """As on a Hopper GPU with FlashInfer, where every level's default for more than one rank is on."""
     from vllm.config import vllm as defaults
 
@@ -64,11 +65,11 @@ def test_the_passes_are_off_where_vllm_would_turn_them_on(folder, monkeypatch):
 
 @pytest.fixture
 def receive(folder, monkeypatch, cpu_platform):
-    """Lets a worker of an engine over some ranks, whose passes are turned on behind our arguments, receive weights."""
+    """Syncs weights into a worker over some ranks whose passes are turned on after our arguments; returns syncs."""
     from jetrl_verl.rollout import worker as module
 
     class Worker(module.JetWorker, module.JetWorkerExtension):
-        """As vLLM mixes the extension in."""
+        """The extension mixed in as by vLLM."""
 
     received = []
     parent = module.vLLMColocateWorkerExtension
@@ -88,7 +89,7 @@ def receive(folder, monkeypatch, cpu_platform):
 
 
 @pytest.mark.parametrize("name", FUSIONS_OF_REDUCTIONS)
-def test_the_worker_refuses_weights_where_a_pass_is_on(receive, name):
+def test_the_worker_refuses_weights_if_a_pass_fuses_sums(receive, name):
     with pytest.raises(ContractViolation) as refused:
         receive(UNCHECKED, 2, name)
     assert str(refused.value) == (
@@ -108,17 +109,17 @@ def test_the_worker_refuses_weights_where_a_pass_is_on(receive, name):
     ],
     ids=["no pass", "a pass that leaves sums alone", "one rank", "a trainer that repeats no sum"],
 )
-def test_the_worker_receives_weights_where_no_sum_is_fused(receive, options, ranks, passes):
+def test_the_worker_receives_weights_if_no_sum_is_fused(receive, options, ranks, passes):
     assert receive(options, ranks, *passes) == 1
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_the_user_says_of_other_passes_stays(as_json):
+def test_the_users_settings_of_other_passes_stay(as_json):
     given = {"cudagraph_mode": "PIECEWISE", "pass_config": {"fuse_act_quant": True, "enable_sp": False}}
     user = {"compilation_config": json.dumps(given) if as_json else given}
     arguments = vllm_arguments(JET, user)
-    want = {"cudagraph_mode": "PIECEWISE", "pass_config": {"fuse_act_quant": True, **OFF}}
-    assert arguments["compilation_config"] == want
+    expected = {"cudagraph_mode": "PIECEWISE", "pass_config": {"fuse_act_quant": True, **OFF}}
+    assert arguments["compilation_config"] == expected
     assert vllm_arguments(JET, arguments) == arguments
     assert given["pass_config"] == {"fuse_act_quant": True, "enable_sp": False}, "not changed in place"
     # A baseline's trainer repeats no sum.
@@ -128,8 +129,8 @@ def test_what_the_user_says_of_other_passes_stays(as_json):
 
 @pytest.mark.parametrize("name", FUSIONS_OF_REDUCTIONS)
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_fusion_that_the_user_asks_for_is_refused(name, as_json):
-    """The composed configuration shows a mapping; what is JSON there is read where the arguments are put together."""
+def test_a_fusion_set_by_the_user_is_refused(name, as_json):
+    """As a mapping, and as JSON, which is parsed with vLLM's arguments."""
     given = {"pass_config": {name: True}}
     with pytest.raises(UnsupportedConfiguration) as refused:
         vllm_arguments(JET, {"compilation_config": json.dumps(given) if as_json else given})
@@ -140,7 +141,7 @@ def test_a_fusion_that_the_user_asks_for_is_refused(name, as_json):
 
 
 def operations_in(function, *inputs) -> set[str]:
-    """Names of what the traced ``function`` calls, in one graph."""
+    """Names of the functions that the traced ``function`` calls, in one graph."""
     graphs = []
 
     def keep(module, inputs):
@@ -154,11 +155,9 @@ def operations_in(function, *inputs) -> set[str]:
     return {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
 
 
-def test_what_the_passes_look_for_is_not_behind_a_shared_sum():
-    """They match vLLM's sum with vLLM's norm behind it. Ours is another operator, and so is its norm with two ranks.
-
-    Operators stay whole in the graph, as for an engine that compiles; one on a CPU turns that off for its process.
-    """
+def test_a_shared_norm_after_a_sum_is_nothing_the_passes_match():
+    """They match vLLM's sum followed by vLLM's norm; both are other operators here. vLLM's operators are kept whole in
+    the graph, which an engine on a CPU turns off."""
     from vllm import ir
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.layernorm import RMSNorm
@@ -170,8 +169,8 @@ def test_what_the_passes_look_for_is_not_behind_a_shared_sum():
         stock, shared = RMSNorm(256, dtype=torch.bfloat16), RMSNorm(256, dtype=torch.bfloat16)
         _share(shared)
         for arguments in ((x,), (x, residual)):
-            found = operations_in(lambda *a: stock(*a), *arguments)
-            assert any("vllm_ir" in name for name in found), found
-            found = operations_in(lambda *a: shared(*a), *arguments)
-            assert any(name.startswith("jetrl.") for name in found)
-            assert not any("vllm" in name for name in found), found
+            names = operations_in(lambda *a: stock(*a), *arguments)
+            assert any("vllm_ir" in name for name in names), names
+            names = operations_in(lambda *a: shared(*a), *arguments)
+            assert any(name.startswith("jetrl.") for name in names)
+            assert not any("vllm" in name for name in names), names

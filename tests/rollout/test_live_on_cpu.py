@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the trainer's tensors each tensor-parallel rank is said to hold, and that the contract finds it there.
-
-The layers are vLLM's classes with the attributes that its constructors set, filled by hand with the right slices, so
-that no process group is needed; that vLLM's own loaders fill them the same way is tested with one rank in
-test_vllm_method_on_cpu.py.
-"""
+"""Which part of the trainer's tensors each tensor-parallel rank has, and that the contract check finds it there. vLLM's
+layers are built without constructors, so no process group is needed."""
 
 from types import SimpleNamespace
 
@@ -66,12 +62,9 @@ def plain(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": weight}
 
 
-def rank_model(rank: int, whole: dict[str, torch.Tensor], held=quantized) -> nn.Module:
-    """What one of two ranks holds: heads, inner features and vocabulary split, the key/value head replicated.
-
-    Args:
-        held: ``quantized``, or ``plain`` for linear layers in BF16.
-    """
+def rank_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.Module:
+    """One of two ranks: heads, inner features and vocabulary split, the key/value head replicated; ``form`` of the
+    linear layers is ``quantized`` or ``plain``."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -83,7 +76,7 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], held=quantized) -> nn.
     qkv = torch.cat([get("self_attn.q_proj.weight")[q_rows]] + [get(f"self_attn.{n}_proj.weight") for n in "kv"])
     bias = torch.cat([get("self_attn.q_proj.bias")[q_rows]] + [get(f"self_attn.{n}_proj.bias") for n in "kv"])
     vocabulary = slice(rank * VOCABULARY // TP, (rank + 1) * VOCABULARY // TP)
-    # vLLM pads each shard of the vocabulary; the padding belongs to nobody.
+    # vLLM pads each shard of the vocabulary.
     rows = torch.cat([whole["model.embed_tokens.weight"][vocabulary], torch.zeros(16, HIDDEN).bfloat16()])
 
     model = nn.Module()
@@ -94,7 +87,7 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], held=quantized) -> nn.
         org_vocab_size=VOCABULARY,
         shard_indices=SimpleNamespace(org_vocab_start_index=vocabulary.start, org_vocab_end_index=vocabulary.stop),
     )
-    model.lm_head = model.model.embed_tokens  # tied, as vLLM's Qwen models do it
+    model.lm_head = model.model.embed_tokens  # tied as in vLLM's Qwen models
     model.model.norm = nn.Module()
     model.model.norm.weight = nn.Parameter(whole["model.norm.weight"], requires_grad=False)
     block = nn.Module()
@@ -110,17 +103,17 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], held=quantized) -> nn.
         tp_rank=rank,
         tp_size=TP,
         bias=bias,
-        **held(qkv),
+        **form(qkv),
     )
     o_columns = slice(rank * HEADS * HEAD // TP, (rank + 1) * HEADS * HEAD // TP)
     row = dict(tp_rank=rank, tp_size=TP)
     block.self_attn.o_proj = layer(
-        RowParallelLinear, input_size=HEADS * HEAD, **row, **held(get("self_attn.o_proj.weight")[:, o_columns])
+        RowParallelLinear, input_size=HEADS * HEAD, **row, **form(get("self_attn.o_proj.weight")[:, o_columns])
     )
     gate_up = torch.cat([get("mlp.gate_proj.weight")[inner], get("mlp.up_proj.weight")[inner]])
-    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **held(gate_up))
+    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **form(gate_up))
     block.mlp.down_proj = layer(
-        RowParallelLinear, input_size=INNER, **row, **held(get("mlp.down_proj.weight")[:, inner])
+        RowParallelLinear, input_size=INNER, **row, **form(get("mlp.down_proj.weight")[:, inner])
     )
     model.model.layers = nn.ModuleList([block])
     model.config = SimpleNamespace(model_type="qwen2")
@@ -143,7 +136,7 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ran
 
 
 @pytest.mark.parametrize("rank", range(TP))
-def test_each_rank_holds_its_part_of_every_tensor(rank):
+def test_each_rank_has_its_part_of_every_tensor(rank):
     whole = whole_tensors()
     counts = verify(rank_model(rank, whole), whole)
     assert (counts["quantized"], counts["plain"]) == (7, 6)
@@ -160,7 +153,7 @@ def test_each_rank_holds_its_part_of_every_tensor(rank):
         ("mlp.down_proj", "mlp.down_proj"),
     ],
 )
-def test_the_other_ranks_shard_is_not_accepted(module, piece):
+def test_the_other_ranks_shard_is_refused(module, piece):
     """Rank 0 with rank 1's slice: all bytes are the trainer's, in the wrong place."""
     whole = whole_tensors()
     model, other = rank_model(0, whole), rank_model(1, whole)
@@ -172,7 +165,7 @@ def test_the_other_ranks_shard_is_not_accepted(module, piece):
 
 
 @pytest.mark.parametrize("module", ["self_attn.o_proj", "mlp.down_proj"])
-def test_the_other_ranks_columns_of_a_bf16_layer_are_not_accepted(module):
+def test_the_other_ranks_columns_of_a_bf16_layer_are_refused(module):
     whole = whole_tensors()
     model, other = rank_model(0, whole, plain), rank_model(1, whole, plain)
     name = f"model.layers.0.{module}.weight"
@@ -183,7 +176,7 @@ def test_the_other_ranks_columns_of_a_bf16_layer_are_not_accepted(module):
         verify(model, whole, plain, ranks=1)
 
 
-def test_swapped_gate_and_up_are_seen():
+def test_swapped_gate_and_up_are_detected():
     whole = whole_tensors()
     model = rank_model(0, whole)
     weight = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
@@ -199,7 +192,7 @@ def whole_scales(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("rank", range(TP))
-def test_scales_are_placed_where_each_rank_holds_them(rank):
+def test_scales_are_placed_in_each_ranks_parameters(rank):
     whole = whole_tensors()
     model = rank_model(rank, whole)
     for name, parameter in model.named_parameters():
@@ -211,7 +204,7 @@ def test_scales_are_placed_where_each_rank_holds_them(rank):
     assert verify(model, whole)["quantized"] == 7
 
 
-def test_scales_that_nobody_holds_are_refused():
+def test_scales_without_a_parameter_are_refused():
     whole = whole_tensors()
     scales = whole_scales(whole)
     with pytest.raises(ValueError, match="the trainer sends .*q_proj.weight_scale_inv, and the rollout has no"):
@@ -221,21 +214,20 @@ def test_scales_that_nobody_holds_are_refused():
         place_scales(live_tensors(rank_model(0, whole)), {name: scales[name][:1]})
 
 
-def test_a_parameter_that_moved_is_found_where_it_is_now():
-    """A map is kept from sync to sync; the storage of its parameters may not be."""
+def test_a_parameter_that_moved_is_mapped_to_its_new_address():
+    """The map is kept between syncs; storages of parameters may change."""
     whole = whole_tensors()
     model = rank_model(0, whole)
-    kept = LiveMap(model)
-    assert kept.tensors() is kept.tensors()
+    live_map = LiveMap(model)
+    assert live_map.tensors() is live_map.tensors()
     weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
     weight.data = weight.data.clone()
     weight.data.view(torch.uint8)[3, 5] ^= 1
-    found = kept.tensors()["model.layers.0.mlp.down_proj.weight"].tensor
-    assert found.data_ptr() == weight.data_ptr() and torch.equal(found.view(torch.uint8), weight.data.view(torch.uint8))
+    live = live_map.tensors()["model.layers.0.mlp.down_proj.weight"].tensor
+    assert live.data_ptr() == weight.data_ptr() and torch.equal(live.view(torch.uint8), weight.data.view(torch.uint8))
 
 
 def test_block_sums_of_a_column_slice_are_those_of_the_whole():
-
     q = quantize_128x128(torch.randn(256, 512).bfloat16(), "pow2")
     whole = formats.of(q.qdata).sums(q)
     part = QuantizedTensor(q.qdata[:, 2 * BLOCK :], q.scales[:, 2:])

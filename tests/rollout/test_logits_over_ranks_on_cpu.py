@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Shared logits of a tensor-parallel rollout: shards of the vocabulary, gathered, have the bits of one rank's logits.
-
-Two ranks in one process: vLLM's own ``lm_head`` is built and loaded as on each of them, and the gather is played.
-"""
+"""Shared logits of a tensor-parallel rollout: gathered shards of the vocabulary have the bits of one rank's logits.
+Both ranks run in this process with vLLM's own ``lm_head``; the gather is simulated."""
 
 import pytest
 import torch
@@ -24,11 +22,11 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.fixture
 def processor():
-    """vLLM's own, turned into the shared one as in a model."""
-    built = LogitsProcessor(VOCABULARY)
-    shared_operations.share_operations(torch.nn.Sequential(built), tiny_config("llama"))
-    assert type(built) is shared_operations.SharedLogitsProcessor
-    return built
+    """vLLM's logits processor, replaced by the shared one as in a model."""
+    layer = LogitsProcessor(VOCABULARY)
+    shared_operations.share_operations(torch.nn.Sequential(layer), tiny_config("llama"))
+    assert type(layer) is shared_operations.SharedLogitsProcessor
+    return layer
 
 
 def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> ParallelLMHead:
@@ -40,19 +38,19 @@ def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> Paralle
 
 
 @pytest.mark.parametrize("sizes", [(50, 50), (64, 36), (1, 98, 1), (25, 25, 25, 25)], ids=str)
-def test_a_column_has_its_bits_whatever_columns_are_beside_it(sizes):
+def test_a_columns_bits_do_not_depend_on_the_other_columns(sizes):
     hidden, weight = normal(17, K, seed=0), normal(VOCABULARY, K, seed=1)
     shards = [kernels.logits(hidden, shard) for shard in weight.split(sizes)]
     assert torch.equal(torch.cat(shards, dim=-1), kernels.logits(hidden, weight))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ranks_together_have_the_logits_of_one(processor, monkeypatch, ranks):
+def test_gathered_logits_equal_those_of_one_rank(processor, monkeypatch, ranks):
     hidden, weight = normal(9, K, seed=0), normal(VOCABULARY, K, seed=1)
     heads = [head_of(rank, ranks, weight, monkeypatch) for rank in range(ranks)]
     for head in heads:
         assert len(head.weight) == 128 // ranks
-        head.weight.data[head.shard_indices.num_org_elements :] = torch.nan  # padding, which nobody may read
+        head.weight.data[head.shard_indices.num_org_elements :] = torch.nan  # padding that must not be read
     shards = []
     monkeypatch.setattr(logits_processor, "tensor_model_parallel_all_gather", lambda x: shards.append(x) or x)
     for head in heads:
@@ -62,7 +60,7 @@ def test_ranks_together_have_the_logits_of_one(processor, monkeypatch, ranks):
     assert logits.dtype == torch.float32 and torch.equal(logits, kernels.logits(hidden, weight))
 
 
-def test_a_rank_that_is_not_gathered_on_has_no_logits(processor, monkeypatch):
+def test_a_rank_without_the_gathered_result_has_no_logits(processor, monkeypatch):
     processor.use_all_gather = False
     monkeypatch.setattr(logits_processor, "tensor_model_parallel_gather", lambda x: None)
     head = head_of(1, 2, normal(VOCABULARY, K, seed=1), monkeypatch)

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The operator from the merged projection to the attention's output, in the forward context that vLLM gives it.
-
-In whole engines, eager and compiled: test_exact_rollout_on_cpu.py.
-"""
+"""The operator from the merged projection to the attention's output, in vLLM's forward context. Whole engines run it in
+test_exact_rollout_on_cpu.py."""
 
 from types import SimpleNamespace
 
@@ -35,21 +33,21 @@ def merged() -> tuple[torch.Tensor, tuple]:
 
 @pytest.fixture
 def layer(monkeypatch):
-    """A layer of vLLM's that keeps what its implementation is asked for, in the forward context of ``slots``."""
-    found = SimpleNamespace(head_size=128, num_heads=HEADS, num_kv_heads=KV_HEADS, slots=None, metadata=None)
-    found.kv_cache, found.impl, found.calls = torch.tensor([]), None, []
-    context = SimpleNamespace(attn_metadata=None, no_compile_layers={LAYER: found})
+    """A vLLM layer that records the calls of its implementation, in the forward context of ``slots``."""
+    attention = SimpleNamespace(head_size=128, num_heads=HEADS, num_kv_heads=KV_HEADS, slots=None, metadata=None)
+    attention.kv_cache, attention.impl, attention.calls = torch.tensor([]), None, []
+    context = SimpleNamespace(attn_metadata=None, no_compile_layers={LAYER: attention})
     monkeypatch.setattr(vllms, "get_forward_context", lambda: context)
 
     def use(impl: type, kv_cache: torch.Tensor, slots: torch.Tensor | None) -> list:
         def forward(layer, query, key, value, kv_cache, metadata, output, **scales):
-            found.calls.append((query.clone(), key, value, kv_cache.clone()))
+            attention.calls.append((query.clone(), key, value, kv_cache.clone()))
             output.copy_(query + 1)
 
-        found.impl, found.kv_cache = impl.__new__(impl), kv_cache
-        found.impl.forward = forward
+        attention.impl, attention.kv_cache = impl.__new__(impl), kv_cache
+        attention.impl.forward = forward
         context.slot_mapping = {} if slots is None else {LAYER: slots}
-        return found.calls
+        return attention.calls
 
     return use
 
@@ -68,7 +66,7 @@ def rotated(qkv: torch.Tensor, parameters: tuple) -> tuple[torch.Tensor, ...]:
 
 
 SLOTS = torch.tensor([33, -1, 2, 17])
-"""The last token is padding that has no slot at all."""
+"""The last token is padding without an entry."""
 
 
 def cache_of(impl: type) -> torch.Tensor:
@@ -80,29 +78,29 @@ def cache_of(impl: type) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("impl", [SharedCPUAttention, FP8CPUAttention, SharedFlashAttention, FP8FlashAttention])
-def test_attention_gets_rotated_queries_and_finds_the_rest_in_the_cache(layer, impl):
+def test_attention_gets_rotated_queries_and_reads_keys_from_the_cache(layer, impl):
     (qkv, parameters), kv_cache = merged(), cache_of(impl)
     q, k, v = rotated(qkv, parameters)
-    want = kv_cache.clone()
-    if impl is SharedFlashAttention:  # what vLLM's kernel does, in the form of this platform's cache
-        for part, x in zip(want.unbind(1), (k, v), strict=True):
+    expected = kv_cache.clone()
+    if impl is SharedFlashAttention:  # as vLLM's kernel writes, in this platform's cache format
+        for part, x in zip(expected.unbind(1), (k, v), strict=True):
             for token, slot in enumerate(SLOTS.tolist()):
                 if slot >= 0:
                     part[slot // 16, slot % 16] = kernels.cache_form(x[token])
     else:
-        impl.__new__(impl).do_kv_cache_update(None, k, v, want, SLOTS)
-    assert not torch.equal(want, kv_cache)
+        impl.__new__(impl).do_kv_cache_update(None, k, v, expected, SLOTS)
+    assert not torch.equal(expected, kv_cache)
     calls = layer(impl, kv_cache, SLOTS)
     assert torch.equal(run(qkv, parameters), (q + 1).flatten(1))
     ((query, key, value, seen),) = calls
     assert torch.equal(query, q) and key is None and value is None
-    assert torch.equal(seen, want), "written before attention reads it"
+    assert torch.equal(seen, expected), "written before attention reads it"
 
 
 @pytest.mark.parametrize("impl", [SharedCPUAttention, FP8CPUAttention, SharedFlashAttention, FP8FlashAttention])
 @pytest.mark.parametrize("has_cache", [False, True])
-def test_nothing_is_written_where_there_are_no_slots(layer, impl, has_cache):
-    """While vLLM profiles memory there is no cache either; a cache that is there stays as it is."""
+def test_nothing_is_written_without_slots(layer, impl, has_cache):
+    """vLLM's memory profiling has no cache either; an existing cache does not change."""
     qkv, parameters = merged()
     kv_cache = cache_of(impl) if has_cache else torch.tensor([])
     before = kv_cache.clone()
@@ -113,7 +111,7 @@ def test_nothing_is_written_where_there_are_no_slots(layer, impl, has_cache):
     assert torch.equal(seen, before) and torch.equal(kv_cache, before)
 
 
-def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output_alone(layer):
+def test_the_compiled_operator_stays_whole_and_mutates_its_output_alone(layer):
     qkv, parameters = merged()
     layer(SharedCPUAttention, cache_of(SharedCPUAttention), SLOTS)
     graphs = []
@@ -128,8 +126,8 @@ def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output
         return out * 2
 
     with torch.no_grad():
-        got = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)(qkv, parameters[-1])
-    assert torch.equal(got, run(qkv, parameters) * 2)
+        output = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)(qkv, parameters[-1])
+    assert torch.equal(output, run(qkv, parameters) * 2)
     (graph,) = graphs
     assert [str(n.target) for n in graph.graph.nodes if "jetrl" in str(n.target)] == ["jetrl.qk_norm_attention"]
     schema = torch.ops.jetrl.qk_norm_attention.default._schema
@@ -139,7 +137,7 @@ def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output
 
 
 @pytest.mark.parametrize(
-    ("given", "want"),
+    ("given", "expected"),
     [
         (None, None),
         ([], []),
@@ -147,11 +145,11 @@ def test_a_compiler_keeps_the_operator_whole_and_sees_that_it_mutates_the_output
         ([qk_norm.VLLMS_ATTENTION, "vllm::other"], [qk_norm.VLLMS_ATTENTION, "vllm::other", qk_norm.ATTENTION]),
     ],
 )
-def test_vllm_cuts_at_ours_where_it_cuts_at_its_own(given, want):
+def test_vllm_splits_at_this_operator_if_it_splits_at_attention(given, expected):
     config = CompilationConfig(splitting_ops=given)
     for _ in range(2):
         qk_norm.split_at_attention(config)
-        assert config.splitting_ops == want
+        assert config.splitting_ops == expected
     assert qk_norm.VLLMS_ATTENTION in CompilationConfig._attention_ops
     assert qk_norm.ATTENTION not in CompilationConfig._attention_ops
     assert torch.ops.jetrl.qk_norm_attention._qualified_op_name == qk_norm.ATTENTION

@@ -1,11 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM over two, four and eight ranks, in processes of their own, and a mixture of experts over two: all bits of
-its log-probabilities are the trainer's.
-
-As test_exact_rollout_on_cpu.py with one rank: prefix caching, chunked prefill and preemption are on, and each is shown
-to have happened. The whole job with its weight sync is tests/e2e/test_parallel_on_cpu.py.
-"""
+"""A real vLLM over two, four and eight ranks, and a mixture over two: log-probabilities equal the trainer's in all
+bits, with prefix caching, chunked prefill and preemption as in test_exact_rollout_on_cpu.py."""
 
 import pytest
 import test_exact_rollout_on_cpu as checks
@@ -21,9 +17,9 @@ SHAPES = {
     "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
 }
-"""An eighth of what o and down read is a multiple of 128, of the mixture's a half."""
+"""Inputs of o and down divide into eight parts of whole blocks, the mixture's into two."""
 ORDERED = {"qwen3": 2, "qwen3_moe": 1}
-"""Row-parallel linears of a layer; a mixture adds its ranks' sums itself."""
+"""Row-parallel linears of a layer; a mixture sums over ranks itself."""
 
 
 def policy(family: str):
@@ -33,7 +29,7 @@ def policy(family: str):
 
 
 def load(worker, family: str) -> int:
-    """In each rank's process: its share of the policy; returns the number of layers that add in the trainer's order."""
+    """Load a rank's share of the policy; returns the number of layers that add in the trainer's order."""
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
 
     from jetrl_verl.rollout.experts import is_of_experts, load_experts
@@ -59,13 +55,8 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, t
     with vllm_engine.cpu_settings():
         policy(family).to(torch.bfloat16).save_pretrained(tmp_path)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
-        llm, _ = vllm_engine.start(
-            tmp_path,
-            options,
-            load_format="dummy",
-            tensor_parallel_size=ranks,
-            **vllm_engine.CROWDED,
-        )
+        settings = dict(load_format="dummy", tensor_parallel_size=ranks) | vllm_engine.CROWDED
+        llm, _ = vllm_engine.start(tmp_path, options, **settings)
         try:
             layers = policy(family).config.num_hidden_layers
             assert llm.collective_rpc(load, args=(family,)) == [ORDERED[family] * layers] * ranks

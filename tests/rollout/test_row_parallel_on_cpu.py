@@ -1,12 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""How a rollout over several ranks adds their products: vLLM's own collectives, in processes joined by gloo."""
+"""How a rollout over several ranks sums their products, with vLLM's own collectives in processes joined by gloo."""
 
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from jetrl_verl.sync.operations_probe import products_of_ranks, stated_reduction
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 8])
-def test_another_order_has_other_bits_in_each_of_the_probes_shapes(ranks):
+def test_another_order_changes_bits_in_each_shape_of_the_probe(ranks):
     for products in products_of_ranks(torch.device("cpu"), ranks):
         expected = kernels.sum_of_ranks(products)
         assert expected.isfinite().all()
@@ -28,30 +27,30 @@ def test_another_order_has_other_bits_in_each_of_the_probes_shapes(ranks):
         in_bf16 = products[0].clone()
         for part in products[1:]:
             in_bf16 += part
-        assert not torch.equal(in_bf16, expected), "one rounding, not one at each rank"
+        assert not torch.equal(in_bf16, expected), "one rounding, not one for each rank"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_sum_that_is_cut_instead_of_rounded_has_other_bits(ranks):
+def test_truncating_the_sum_instead_of_rounding_changes_bits(ranks):
     """As vLLM's all-reduce in shared memory does on a CPU without BF16 instructions."""
     for products in products_of_ranks(torch.device("cpu"), ranks):
         exact = torch.stack(products).double().sum(dim=0).float()
-        cut = (exact.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
-        assert not torch.equal(cut, kernels.sum_of_ranks(products))
+        truncated = (exact.view(torch.int32) & -(2**16)).view(torch.float32).bfloat16()
+        assert not torch.equal(truncated, kernels.sum_of_ranks(products))
 
 
-def test_with_two_ranks_every_order_is_one():
+def test_the_order_of_two_ranks_does_not_matter():
     for a, b in products_of_ranks(torch.device("cpu"), 2):
         assert torch.equal(kernels.sum_of_ranks([a, b]), kernels.sum_of_ranks([b, a]))
         assert torch.equal(kernels.sum_of_ranks([a, b]), a + b)
 
 
-def test_a_rollout_that_adds_otherwise_states_something_else():
+def test_a_rollout_that_adds_in_another_order_states_other_sums():
     device = torch.device("cpu")
     assert stated_reduction(device, 1) == {}
-    ours = stated_reduction(device, 4)
-    assert ours == stated_reduction(device, 4) and list(ours) == ["the sum of 4 ranks' products"]
-    assert stated_reduction(device, 4, lambda parts: kernels.sum_of_ranks(parts[::-1])) != ours
+    stated = stated_reduction(device, 4)
+    assert stated == stated_reduction(device, 4) and list(stated) == ["the sum of 4 ranks' products"]
+    assert stated_reduction(device, 4, lambda parts: kernels.sum_of_ranks(parts[::-1])) != stated
 
 
 def free_port() -> int:
@@ -62,11 +61,11 @@ def free_port() -> int:
 
 @contextmanager
 def vllm_group(rank: int, ranks: int, port: int) -> Iterator[None]:
-    """vLLM's groups of an engine with so many ranks, by gloo."""
+    """vLLM's process groups of an engine over ``ranks``, by gloo."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import cleanup_dist_env_and_memory, init_distributed_environment, initialize_model_parallel
 
-    # Another name on each rank turns off vLLM's communicator in shared memory: its ranks wait in busy loops.
+    # A different name on each rank turns off vLLM's shared-memory communicator, whose ranks wait in busy loops.
     os.environ["VLLM_DIST_IDENT"] = f"{port}-{rank}"
     with set_current_vllm_config(VllmConfig()), torch.inference_mode():
         init_distributed_environment(ranks, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
@@ -90,20 +89,20 @@ def reductions(rank: int, world: int) -> None:
         expected = kernels.sum_of_ranks(products)
         assert torch.equal(row_parallel.reduce_ranks(products[rank]), expected)
         for path in (row_parallel._gathered, row_parallel._by_rows):
-            found = path(products[rank])
-            assert found.shape == expected.shape and torch.equal(found, expected), path
+            total = path(products[rank])
+            assert total.shape == expected.shape and torch.equal(total, expected), path
     assert stated_reduction(torch.device("cpu"), world, lambda parts: row_parallel.reduce_ranks(parts[rank])) == (
         stated_reduction(torch.device("cpu"), world)
     )
 
-    # A layer of vLLM's, in place, with a bias that rank 0 alone adds.
+    # A layer of vLLM's with a bias, which rank 0 alone adds.
     torch.manual_seed(0)
     layer = RowParallelLinear(256 * world, 128, bias=True, params_dtype=torch.bfloat16, prefix="down")
     weight, bias = torch.randn(128, 256 * world).bfloat16(), torch.randn(128).bfloat16()
     layer.weight.data.copy_(weight[:, 256 * rank : 256 * (rank + 1)])
     layer.bias.data.copy_(bias)
-    # vLLM's own packs the weight for its CPU kernels.
-    layer.quant_method.apply = lambda held, x, added: torch.nn.functional.linear(x, held.weight, added)
+    # vLLM's method packs the weight for its CPU kernels.
+    layer.quant_method.apply = lambda module, x, bias: torch.nn.functional.linear(x, module.weight, bias)
     row_parallel.order_reduction(layer)
     assert type(layer) is row_parallel.OrderedRowParallelLinear
     assert row_parallel.stock_all_reduce_matches(2, on_gpu=True)
@@ -115,25 +114,25 @@ def reductions(rank: int, world: int) -> None:
         )
         for r in range(world)
     ]
-    mine, expected = x[:, 256 * rank : 256 * (rank + 1)], kernels.sum_of_ranks(parts)
-    found, returned_bias = layer(mine)
-    assert returned_bias is None and torch.equal(found, expected)
+    part, expected = x[:, 256 * rank : 256 * (rank + 1)], kernels.sum_of_ranks(parts)
+    total, returned_bias = layer(part)
+    assert returned_bias is None and torch.equal(total, expected)
 
-    # In the graph that vLLM's passes see it is one operator, and none of those that they look for.
+    # In the graph of vLLM's passes it is one operator that they do not match.
     called = []
 
     def keep(module, inputs):
         called.extend(str(node.target) for node in module.graph.nodes if node.op == "call_function")
         return module.forward
 
-    compiled = torch.compile(lambda part: layer(part)[0], backend=keep, fullgraph=True)
-    assert torch.equal(compiled(mine), expected)
+    compiled = torch.compile(lambda x: layer(x)[0], backend=keep, fullgraph=True)
+    assert torch.equal(compiled(part), expected)
     assert [name for name in called if "reduce" in name or "gather" in name] == ["jetrl.ordered_all_reduce"]
 
 
 class CustomAllReduce:
-    """In the place of vLLM's custom kernel, which a CPU does not have: takes up to ``most`` rows, and adds in the order
-    of the ranks, but turned round on rank ``other``."""
+    """Instead of vLLM's custom kernel, which a CPU does not have: accepts up to ``most`` rows and adds in the order of
+    the ranks, but in reverse on rank ``other``."""
 
     disabled = False
 
@@ -157,39 +156,39 @@ def one_stage(rank: int, world: int) -> None:
     from jetrl_verl.rollout import row_parallel
 
     communicator, cpu = get_tp_group().device_communicator, torch.device("cpu")
-    every = [(products[rank], kernels.sum_of_ranks(products)) for products in products_of_ranks(cpu, world)]
-    assert not row_parallel.find_one_stage(cpu), "there is none on a CPU"
+    cases = [(products[rank], kernels.sum_of_ranks(products)) for products in products_of_ranks(cpu, world)]
+    assert not row_parallel.find_one_stage(cpu)
     for custom, ordered in ((CustomAllReduce(100), True), (CustomAllReduce(100, other=1), False)):
         communicator.ca_comm = custom
         assert row_parallel.find_one_stage(cpu) == ordered, "one rank with other bits is enough for all"
         assert os.environ.get(row_parallel.ALGORITHM) == ("1stage" if ordered else None)
         os.environ.pop(row_parallel.ALGORITHM, None)
         custom.taken = 0
-        for mine, expected in every:
-            assert torch.equal(row_parallel.ordered_all_reduce(mine), expected)
-        small = sum(mine.shape[0] <= 100 for mine, _ in every)
-        assert 0 < small < len(every) and custom.taken == (small if ordered else 0)
+        for product, expected in cases:
+            assert torch.equal(row_parallel.ordered_all_reduce(product), expected)
+        small = sum(product.shape[0] <= 100 for product, _ in cases)
+        assert 0 < small < len(cases) and custom.taken == (small if ordered else 0)
     os.environ[row_parallel.ALGORITHM] = "2stage"
     row_parallel.find_one_stage(cpu)
-    assert os.environ.pop(row_parallel.ALGORITHM) == "2stage", "the user's own word stays"
-    # One that nobody has asked is not taken.
+    assert os.environ.pop(row_parallel.ALGORITHM) == "2stage", "the user's setting stays"
+    # A kernel that was not probed is not used.
     communicator.ca_comm = CustomAllReduce(100)
-    assert torch.equal(row_parallel.ordered_all_reduce(every[0][0]), every[0][1]) and not communicator.ca_comm.taken
+    assert torch.equal(row_parallel.ordered_all_reduce(cases[0][0]), cases[0][1]) and not communicator.ca_comm.taken
 
 
-def test_vllms_custom_kernel_adds_only_where_it_has_shown_the_bits():
+def test_vllms_custom_kernel_is_used_only_if_its_bits_match():
     world = 3
     run_in_processes(world, in_vllms_group, world, free_port(), one_stage)
 
 
-def test_ranks_add_in_the_trainers_order():
-    """Three: vLLM remembers a group's size in a process, and these are kept (two_processes.py); two run end to end."""
+def test_vllms_ranks_add_in_the_trainers_order():
+    """Always three ranks: vLLM remembers a group's size, and processes are reused. Two run end to end."""
     world = 3
     run_in_processes(world, in_vllms_group, world, free_port(), reductions)
 
 
-def test_a_trainers_layer_repeats_the_ranks_of_a_rollout(tmp_path: Path):
-    """The whole path of one layer, quantizers included: what each rank multiplies, added, is what the trainer has."""
+def test_a_trainers_layer_repeats_the_ranks_of_a_rollout():
+    """The sum of the ranks' products, quantizers included, is the output of the trainer's layer."""
     from jetrl_verl import formats
     from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.nn.linear import JetLinear
@@ -208,9 +207,9 @@ def test_a_trainers_layer_repeats_the_ranks_of_a_rollout(tmp_path: Path):
             parts = []
             for rank in range(4):
                 columns, groups = (slice(rank * w, (rank + 1) * w) for w in (width, width // 128))
-                held = QuantizedTensor(whole.qdata[:, columns].contiguous(), whole.scales[:, groups].contiguous())
+                weight = QuantizedTensor(whole.qdata[:, columns].contiguous(), whole.scales[:, groups].contiguous())
                 bias = None if rank or module.bias is None else module.bias.detach().bfloat16()
-                parts.append(block_fp8.linear(x[:, columns].contiguous(), held, bias, "fp32"))
+                parts.append(block_fp8.linear(x[:, columns].contiguous(), weight, bias, "fp32"))
             with torch.no_grad():
                 assert torch.equal(module(x), kernels.sum_of_ranks(parts))
             checked += 1

@@ -1,14 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own all-reduce kernel, all its ranks on one GPU: it has the bits of the trainer's sum at every size, of more
-than two ranks in one stage.
+"""vLLM's own all-reduce kernel with all ranks on one GPU has the bits of the trainer's sum at every size; more than two
+ranks add in one stage.
 
-Its ranks read each other's memory by pointers, which handles of other processes give it in an engine. Here one process
-holds all ranks, so they are plain pointers, and inputs lie where a CUDA graph's do, in memory that all ranks know. A
-kernel waits for those of the other ranks, block by block, so that all but one rank's blocks and one more have to be on
-the GPU at once: of 4 ranks 109 of 512 threads and 46 registers, of 8 ranks 253 with 70 registers, of which an H200 has
-132 at once. So 8 ranks add few rows here. Its other all-reduces need a GPU for each rank.
-"""
+All ranks are in one process, so their buffers are plain pointers. A kernel waits for those of the other ranks block by
+block, so the blocks of all ranks but one, and one more, must be on the GPU at once. With 4 ranks these are 109 blocks
+of 512 threads and 46 registers; with 8 ranks 253 with 70 registers, of which an H200 holds 132. So 8 ranks add few
+rows."""
 
 import model_like
 import pytest
@@ -22,9 +20,9 @@ pytestmark = pytest.mark.timeout(60, method="thread")
 
 BYTES = 2**23
 ROWS = (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 512, 1023)
-"""Below 8 MiB of 4096 BF16 columns, where vLLM goes on to another all-reduce."""
+"""Less than 8 MiB of 4096 BF16 columns, from which vLLM uses another all-reduce."""
 FEW_ROWS = (1, 2, 7, 8, 16, 17, 18)
-"""A block adds one of them: 7 * 18 + 1 blocks."""
+"""One block for each row: 7 * 18 + 1 blocks."""
 
 
 @pytest.mark.parametrize(("ranks_of", "rows"), [(2, ROWS), (4, ROWS), (8, FEW_ROWS)])
@@ -52,7 +50,7 @@ def test_vllms_kernel_has_the_bits_of_the_trainers_sum_at_every_size(monkeypatch
             held = [buffer.view(torch.bfloat16)[: part.numel()] for buffer, part in zip(buffers, parts, strict=True)]
             held = [place.view(part.shape).copy_(part) for place, part in zip(held, parts, strict=True)]
             torch.cuda.synchronize()
-            # One kernel a stream, and nothing that it waits for: none may stand behind another one's wait.
+            # One kernel a stream: a kernel must not be queued after one that waits for it.
             for rank, stream, part, out in zip(ranks, streams, held, found, strict=True):
                 with torch.cuda.stream(stream):
                     ops.all_reduce(rank, part, out, 0, 0)

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An attention layer that vLLM has built gets the shared backend, or is refused.
-
-vLLM's own implementations are stood in for by their attributes: those of FlashAttention are only built on a GPU.
-"""
+"""An attention layer that vLLM built gets the shared backend or is refused. FlashAttention's implementation exists only
+on a GPU, so tests set its attributes on an object built without its constructor."""
 
 from types import SimpleNamespace
 
@@ -30,11 +28,11 @@ from jetrl_verl.rollout.flash_attention import Split, split_batch
 
 
 class OtherFlashAttentionBackend(FlashAttentionBackend):
-    """Another plugin's, under vLLM's name."""
+    """Another plugin's backend under vLLM's name."""
 
 
 def layer(backend, **changes):
-    """vLLM's attention layer on a backend, as far as anyone looks."""
+    """vLLM's attention layer on a backend, with the attributes that are read."""
     impl = backend.get_impl_cls().__new__(backend.get_impl_cls())
     plain = dict(
         head_size=128,
@@ -63,12 +61,12 @@ def layer(backend, **changes):
         (FlashAttentionBackend, flash_attention.SharedFlashAttentionBackend, flash_attention.SharedFlashAttention),
     ],
 )
-def test_a_layer_gets_the_backend_and_its_implementation(stock, shared, impl):
+def test_a_layer_gets_the_shared_backend_and_implementation(stock, shared, impl):
     built = layer(stock)
-    same = built.impl
+    stock_impl = built.impl
     share_attention(built)
-    assert built.get_attn_backend() is shared and built.impl is same and type(same) is impl
-    # What vLLM asks of a backend before it is ours and after it must agree.
+    assert built.get_attn_backend() is shared and built.impl is stock_impl and type(stock_impl) is impl
+    # vLLM asks both backends, so their answers must agree.
     assert shared.get_name() == stock.get_name()
     assert shared.get_required_kv_cache_layout() == stock.get_required_kv_cache_layout()
     assert shared.full_cls_name() == (shared.__module__, shared.__name__)
@@ -76,7 +74,7 @@ def test_a_layer_gets_the_backend_and_its_implementation(stock, shared, impl):
 
 
 def batch(fresh: list[int], padded: int = 0) -> CommonAttentionMetadata:
-    """Requests with so many new tokens behind 20 others, and some of padding, as a whole CUDA graph is given them."""
+    """Requests of 20 tokens and ``fresh`` new ones, and ``padded`` empty ones as in a full CUDA graph."""
     requests, tokens = len(fresh) + padded, sum(fresh) + padded
     starts = torch.tensor([0, *fresh, *[0] * padded], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     return CommonAttentionMetadata(
@@ -94,11 +92,11 @@ def batch(fresh: list[int], padded: int = 0) -> CommonAttentionMetadata:
 
 @pytest.fixture
 def plans(monkeypatch) -> list[int]:
-    """Batches that a plan was made for, in order: a plan has the number of its requests in every place."""
+    """Batch sizes of the plans made, in order; every element of a plan is its batch size."""
     made = []
 
     def plan(*, batch_size: int, num_splits: int, **_) -> torch.Tensor:
-        assert num_splits == 1, "any number of splits, which the call does not make"
+        assert num_splits == 1, "a plan for several splits"
         made.append(batch_size)
         return torch.full((1 + round_up(batch_size, 4) * 4,), batch_size, dtype=torch.int32)
 
@@ -109,9 +107,9 @@ def plans(monkeypatch) -> list[int]:
 
 
 def builder(backend=flash_attention.SharedFlashAttentionBackend, **changes) -> FlashAttentionMetadataBuilder:
-    """Ours in front of vLLM's own, as far as ``build`` asks."""
-    ours = backend.get_builder_cls()
-    built = ours.__new__(ours)
+    """A backend's builder with the attributes that ``build`` reads."""
+    kind = backend.get_builder_cls()
+    built = kind.__new__(kind)
     plain = dict(
         vllm_config=None,
         cache_config=SimpleNamespace(cache_dtype="auto"),
@@ -133,7 +131,7 @@ def builder(backend=flash_attention.SharedFlashAttentionBackend, **changes) -> F
 
 
 MANY = [1] * 257
-"""With 8 KV heads more than our kernel is chosen for."""
+"""With 8 KV heads, too many decodes for the native kernel."""
 
 
 @pytest.mark.parametrize(
@@ -158,9 +156,9 @@ MANY = [1] * 257
         ({"max_cudagraph_size": None}, MANY, False, False),
     ],
 )
-def test_a_plan_is_made_for_one_split_where_flash_attention_runs_in_a_graph(plans, changes, fresh, decodes, planned):
-    """vLLM plans for ``max_num_splits`` where a batch is captured, and for any number of them elsewhere: such a plan
-    names splits that the call does not make. Our kernel reads none."""
+def test_flash_attention_in_a_graph_is_planned_for_one_split(plans, changes, fresh, decodes, planned):
+    """vLLM plans captured batches for ``max_num_splits``, and others for any number of splits, which the call does not
+    make. The native kernel reads no plan."""
     for fast in (True, False):
         metadata = builder(**changes).build(0, batch(fresh), fast_build=fast)
         assert metadata.max_num_splits == 1 and metadata.jetrl_decodes is decodes
@@ -168,47 +166,47 @@ def test_a_plan_is_made_for_one_split_where_flash_attention_runs_in_a_graph(plan
         assert (metadata.scheduler_metadata is not None) is (planned and not fast)
 
 
-def test_without_the_library_decodes_are_planned_too(plans, monkeypatch):
+def test_without_the_native_library_decodes_are_planned_too(plans, monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
     metadata = builder().build(0, batch([1, 1]))
     assert not metadata.jetrl_decodes and metadata.scheduler_metadata is not None and plans == [2]
 
 
-def test_a_graph_that_reads_a_plan_has_its_own_in_each_step(plans):
-    """All graphs and chunks share vLLM's one buffer."""
+def test_a_replayed_graph_reads_the_plan_of_its_step(plans):
+    """vLLM has one buffer for all graphs and chunks."""
     built = builder()
 
     def buffer_is_of(requests: int) -> bool:
-        held = 1 + round_up(requests, 4) * 4
-        return bool((built.scheduler_metadata[:held] == requests).all() and not built.scheduler_metadata[held:].any())
+        size = 1 + round_up(requests, 4) * 4
+        return bool((built.scheduler_metadata[:size] == requests).all() and not built.scheduler_metadata[size:].any())
 
     captured = [built.build_for_cudagraph_capture(batch(fresh)) for fresh in ([1] * 4, MANY)]
     assert [x.jetrl_decodes for x in captured] == [True, False] and captured[0].scheduler_metadata is None
-    for fresh, padded, ours in (([1] * 3, 1, True), (MANY[:255], 2, False), ([9, 9], 0, False), (MANY, 0, False)):
+    for fresh, padded, decodes in (([1] * 3, 1, True), (MANY[:255], 2, False), ([9, 9], 0, False), (MANY, 0, False)):
         before = built.scheduler_metadata.clone()
         replayed = built.build(0, batch(fresh, padded))
-        assert replayed.jetrl_decodes is ours
-        if ours:
+        assert replayed.jetrl_decodes is decodes
+        if decodes:
             assert replayed.scheduler_metadata is None and torch.equal(built.scheduler_metadata, before)
         else:
             assert replayed.scheduler_metadata.data_ptr() == captured[1].scheduler_metadata.data_ptr()
             assert buffer_is_of(len(fresh) + padded)
-    # For another group of layers vLLM changes the pages alone.
+    # vLLM changes only the pages for another group of layers.
     assert built.update_block_table(captured[0], None, None).jetrl_decodes
 
 
-def test_an_fp8_cache_has_batches_split_and_no_plan(plans):
+def test_batches_over_an_fp8_cache_are_split_and_not_planned(plans):
     built = builder(flash_attention.FP8FlashAttentionBackend, kv_cache_dtype=torch.uint8, aot_schedule=False)
     decodes, chunks = built.build(0, batch([1, 1], 2)), built.build(0, batch([1, 5]))
     assert decodes.jetrl_split == Split(4, [], []) and chunks.jetrl_split == Split(1, [(1, 2, 1, 6, 5)], [21, 25])
     assert not plans and not decodes.jetrl_decodes
 
 
-def test_context_parallel_decodes_are_vllms(plans):
+def test_context_parallel_decodes_stay_with_vllm(plans):
     assert not builder(dcp_world_size=2)._are_decodes(batch([1, 1])) and builder()._are_decodes(batch([1, 1]))
 
 
-def test_every_builder_has_one_split_and_no_cascade(monkeypatch):
+def test_builders_use_one_split_and_no_cascade_attention(monkeypatch):
     def stock(self) -> None:
         self.aot_schedule, self.max_num_splits = True, 32
 
@@ -220,7 +218,7 @@ def test_every_builder_has_one_split_and_no_cascade(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "ours"),
+    ("changes", "is_native"),
     [
         ({}, True),
         ({"seq_lens": torch.tensor([20, 3, 0, 0])}, True),
@@ -229,11 +227,11 @@ def test_every_builder_has_one_split_and_no_cascade(monkeypatch):
         ({"output_block_scale": torch.ones(1)}, False),
     ],
 )
-def test_our_kernel_computes_what_the_builder_calls_decodes(monkeypatch, changes, ours):
-    """Padding of a CUDA graph, whose requests have length 0, among them; vLLM's FlashAttention computes the others."""
-    asked = []
-    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *call: asked.append(("vLLM", call)) or call[6])
-    monkeypatch.setattr(kernels, "decode_attention_bf16", lambda *call: asked.append(("ours", call)))
+def test_the_native_kernel_computes_batches_of_decodes(monkeypatch, changes, is_native):
+    """Also with requests of length 0, a graph's padding; vLLM's FlashAttention computes other batches."""
+    calls = []
+    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *call: calls.append(("vLLM", call)) or call[6])
+    monkeypatch.setattr(kernels, "decode_attention_bf16", lambda *call: calls.append(("native", call)))
     lengths = changes.get("seq_lens", torch.tensor([20, 3, 7, 1]))
     metadata = SimpleNamespace(
         jetrl_decodes=changes.get("jetrl_decodes", True),
@@ -245,18 +243,18 @@ def test_our_kernel_computes_what_the_builder_calls_decodes(monkeypatch, changes
     query, output, cache = torch.ones(6, 4, 128), torch.zeros(6, 4, 128), torch.zeros(3, 2, 16, 2, 128)
     call = (None, query, None, None, cache, metadata, output)
     assert impl.forward(*call, changes.get("output_scale"), changes.get("output_block_scale")) is output
-    ((who, seen),) = asked
-    assert who == ("ours" if ours else "vLLM")
-    if ours:
+    ((kernel, seen),) = calls
+    assert kernel == ("native" if is_native else "vLLM")
+    if is_native:
         assert [tuple(x.shape) for x in (*seen[:3], seen[6])] == [(4, 4, 128), *[(3, 16, 2, 128)] * 2, (4, 4, 128)]
         assert seen[3] is lengths and seen[4] is metadata.block_table and seen[5] == 0.5
     else:
         assert seen[:7] == call
-    assert impl.forward(*call[:5], None, output) is output and asked[-1][0] == "vLLM"
+    assert impl.forward(*call[:5], None, output) is output and calls[-1][0] == "vLLM"
 
 
 @pytest.mark.parametrize(("unavailable", "support"), [(None, "UNIFORM_BATCH"), ("no library", "ALWAYS")])
-def test_graphs_of_any_batch_are_not_captured_with_our_kernel_in_them(monkeypatch, unavailable, support):
+def test_only_uniform_batches_are_captured_with_the_native_kernel(monkeypatch, unavailable, support):
     monkeypatch.setattr(native, "unavailable", lambda: unavailable)
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "_cudagraph_support", AttentionCGSupport.ALWAYS)
     builder = flash_attention.SharedFlashAttentionBackend.get_builder_cls()
@@ -281,7 +279,7 @@ def test_graphs_of_any_batch_are_not_captured_with_our_kernel_in_them(monkeypatc
         (CPUAttentionBackend, {"head_size": 64}, "64"),
     ],
 )
-def test_what_is_not_covered_is_refused(backend, changes, complaint):
+def test_attention_that_is_not_covered_is_refused(backend, changes, complaint):
     with pytest.raises(ValueError, match=complaint):
         share_attention(layer(backend, **changes))
 
@@ -293,7 +291,7 @@ def test_what_is_not_covered_is_refused(backend, changes, complaint):
         (FlashAttentionBackend, flash_attention.FP8FlashAttentionBackend, flash_attention.FP8FlashAttention),
     ],
 )
-def test_a_layer_with_an_fp8_cache_tells_vllm_of_bytes(stock, shared, impl):
+def test_a_layer_with_an_fp8_cache_has_a_spec_in_bytes(stock, shared, impl):
     built = layer(stock)
     share_attention(built, formats.kv_cache("fp8"))
     assert built.get_attn_backend() is shared and type(built.impl) is impl and shared.get_name() == stock.get_name()
@@ -314,12 +312,12 @@ def test_a_layer_with_an_fp8_cache_tells_vllm_of_bytes(stock, shared, impl):
         (CPUAttentionBackend, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
     ],
 )
-def test_what_an_fp8_cache_has_no_kernel_for_is_refused(backend, changes, what):
+def test_attention_without_a_kernel_for_an_fp8_cache_is_refused(backend, changes, what):
     with pytest.raises(ValueError, match=f"^{what} is not supported with jetrl.kv_cache=fp8: no kernel reads"):
         share_attention(layer(backend, **changes), formats.kv_cache("fp8"))
 
 
-def test_a_batch_is_split_into_decodes_and_chunks_that_are_dequantized_together():
+def test_a_batch_is_split_into_decodes_and_chunks_dequantized_together():
     lengths = [900, 40, 100, 60, 300, 20]
     assert split_batch([0, 1, 2, 52, 112, 122, 142], lengths, 200) == Split(
         2, [(2, 4, 2, 112, 60), (4, 5, 112, 122, 10), (5, 6, 122, 142, 20)], lengths
@@ -329,7 +327,7 @@ def test_a_batch_is_split_into_decodes_and_chunks_that_are_dequantized_together(
     assert split_batch([0, 1, 9, 9, 9], [4, 8, 0, 0]) == Split(1, [(1, 2, 1, 9, 8)], [4, 8, 0, 0])
 
 
-def test_graphs_of_decodes_alone_and_only_with_the_native_kernel(monkeypatch):
+def test_an_fp8_cache_captures_decodes_with_the_native_kernel_alone(monkeypatch):
     builder = flash_attention.FP8FlashAttentionBackend.get_builder_cls()
     assert builder.reorder_batch_threshold == 1
     for reason, support in ((None, "UNIFORM_SINGLE_TOKEN_DECODE"), ("no library", "NEVER")):

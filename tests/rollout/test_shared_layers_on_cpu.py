@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that vLLM has built become the shared ones: in place, whatever vLLM chose for them, and only where covered."""
+"""Layers that vLLM built are replaced by the shared ones, whatever vLLM chose for them, if these cover them."""
 
 from collections import Counter
 
@@ -37,7 +37,7 @@ SETTINGS = [
 
 
 class Model(nn.Module):
-    """Layers under names, as vLLM's models hold them."""
+    """A model with these layers."""
 
     def __init__(self, **layers: nn.Module) -> None:
         super().__init__()
@@ -59,47 +59,47 @@ def built(settings: list[str]) -> tuple[Model, CompilationConfig]:
 
 
 def switched(config: CompilationConfig) -> tuple[Counter, Counter]:
-    """How many vLLM switched on and off, by name."""
+    """Number of custom operations that vLLM switched on and off, by name."""
     return config.enabled_custom_ops.copy(), config.disabled_custom_ops.copy()
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=",".join)
-def test_settings_of_single_operations_keep_their_meaning(settings):
+def test_vllms_custom_ops_settings_keep_their_meaning(settings):
     model, config = built(settings)
     stock, counted = [type(layer) for layer in model.children()], switched(config)
     assert stock == [RMSNorm, SiluAndMul, RotaryEmbedding, Llama3RotaryEmbedding]
     with set_current_vllm_config(VllmConfig(compilation_config=config)):
         enabled = [kind.enabled() for kind in stock]
         share_operations(model, CONFIG)
-        ours = list(model.children())
-        assert [type(layer).enabled() for layer in ours] == enabled
-    assert [type(layer) for layer in ours] == [
+        layers = list(model.children())
+        assert [type(layer).enabled() for layer in layers] == enabled
+    assert [type(layer) for layer in layers] == [
         shared_operations.SharedRMSNorm,
         shared_operations.SharedSiluAndMul,
         shared_operations.SharedRotaryEmbedding,
         shared_operations.SharedLlama3RotaryEmbedding,
     ]
-    for layer, kind in zip(ours, stock, strict=True):
+    for layer, kind in zip(layers, stock, strict=True):
         assert type(layer).name == kind.name
         assert layer._forward_method.__func__ is type(layer)._forward_shared and layer._forward_method.__self__ is layer
     assert switched(config) == counted
 
 
-def test_a_rotary_that_vllm_keeps_for_other_engines_is_left_alone():
+def test_a_rotary_cached_for_other_engines_is_not_changed():
     with set_current_vllm_config(VllmConfig()):
-        kept = RotaryEmbedding(*ROTARY)
-    table, forward = kept.cos_sin_cache.clone(), kept._forward_method
-    model = Model(first=Model(rotary_emb=kept), second=Model(rotary_emb=kept))
+        cached = RotaryEmbedding(*ROTARY)
+    table, forward = cached.cos_sin_cache.clone(), cached._forward_method
+    model = Model(first=Model(rotary_emb=cached), second=Model(rotary_emb=cached))
     share_operations(model, CONFIG)
-    assert type(kept) is RotaryEmbedding and kept._forward_method == forward
-    assert torch.equal(kept.cos_sin_cache, table)
+    assert type(cached) is RotaryEmbedding and cached._forward_method == forward
+    assert torch.equal(cached.cos_sin_cache, table)
     own = model.first.rotary_emb
-    assert own is model.second.rotary_emb is not kept
+    assert own is model.second.rotary_emb is not cached
     assert torch.equal(own.cos_sin_cache, kernels.rotary_table(HEAD, 32, CONFIG.rope_parameters))
-    assert dict(own.named_buffers()).keys() == dict(kept.named_buffers()).keys() and not own.state_dict()
+    assert dict(own.named_buffers()).keys() == dict(cached.named_buffers()).keys() and not own.state_dict()
 
 
-def test_parameters_and_their_loaders_stay():
+def test_parameters_and_their_loaders_are_not_changed():
     with set_current_vllm_config(VllmConfig()):
         model = Model(norm=RMSNorm(HEAD))
     weight = model.norm.weight
@@ -116,20 +116,17 @@ def test_parameters_and_their_loaders_stay():
         (lambda: RMSNorm(HEAD, var_hidden_size=HEAD // 2), "over a part of a row"),
         (lambda: RotaryEmbedding(HEAD, HEAD // 2, *ROTARY[2:]), "rotary of 64 of the 128 features of a head"),
         (lambda: RotaryEmbedding(*ROTARY[:4], False, torch.bfloat16), "interleaved pairs"),
-        (
-            lambda: LinearScalingRotaryEmbedding(*ROTARY[:5], 2.0, torch.bfloat16),
-            "the layer LinearScaling",
-        ),
+        (lambda: LinearScalingRotaryEmbedding(*ROTARY[:5], 2.0, torch.bfloat16), "the layer LinearScaling"),
         (lambda: LogitsProcessor(100, scale=0.5), "scaled logits"),
         (lambda: LogitsProcessor(100, soft_cap=30.0), "soft-capped logits"),
     ],
     ids=["no weight", "part of a row", "part of a head", "pairs", "another rotary", "scaled", "capped"],
 )
-def test_what_is_not_covered_is_refused(layer, complaint):
+def test_a_layer_that_is_not_covered_is_refused(layer, complaint):
     with set_current_vllm_config(VllmConfig()):
         model = Model(layer=layer())
     with pytest.raises(UnsupportedConfiguration, match=complaint) as refused:
         share_operations(model, CONFIG)
-    said = str(refused.value)
-    assert " is not supported with jetrl.operations=shared: " in said
-    assert said.endswith(". Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16.")
+    message = str(refused.value)
+    assert " is not supported with jetrl.operations=shared: " in message
+    assert message.endswith(". Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16.")

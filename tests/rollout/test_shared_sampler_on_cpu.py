@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""When the shared sampler draws by itself, and whose log-probabilities it reports: ours of the whole softmax, vLLM's
-where a request's is cut."""
+"""When the shared sampler draws, and which log-probabilities it reports: the shared function's over the whole softmax,
+vLLM's for requests that cut the distribution."""
 
 from types import SimpleNamespace
 
@@ -23,7 +23,7 @@ from jetrl_verl.rollout.sampler import SharedSampler
 
 ROWS, VOCABULARY = 5, 64
 CUT = 2
-"""The row whose request asks for something."""
+"""The row whose request cuts the distribution."""
 
 
 def row_wise(plain: float, cut: float, dtype=torch.float32) -> torch.Tensor:
@@ -33,8 +33,8 @@ def row_wise(plain: float, cut: float, dtype=torch.float32) -> torch.Tensor:
 
 
 def metadata(**changes) -> SamplingMetadata:
-    """Five requests at temperature 0.7, each with a generator of its own, nothing else asked for."""
-    plain = dict(
+    """Five requests at temperature 0.7, each with its own generator and no other setting."""
+    defaults = dict(
         temperature=torch.full((ROWS,), 0.7),
         all_greedy=False,
         all_random=True,
@@ -52,7 +52,7 @@ def metadata(**changes) -> SamplingMetadata:
         bad_words_token_ids={},
         logitsprocs=LogitsProcessors(),
     )
-    return SamplingMetadata(**(plain | changes))
+    return SamplingMetadata(**(defaults | changes))
 
 
 def forbidden() -> torch.Tensor:
@@ -92,36 +92,37 @@ REQUESTS = {
 }
 
 
-def sampled(sampler: type[Sampler], logits: torch.Tensor, asked: SamplingMetadata):
-    output = sampler(logprobs_mode="processed_logprobs").forward(logits.clone(), asked)
+def sampled(sampler: type[Sampler], logits: torch.Tensor, requests: SamplingMetadata):
+    output = sampler(logprobs_mode="processed_logprobs").forward(logits.clone(), requests)
     return output.logprobs_tensors.logprob_token_ids.to(torch.int64), output.logprobs_tensors.logprobs
 
 
 @pytest.mark.parametrize("request_name", [None, *REQUESTS])
-def test_a_request_that_cuts_the_distribution_keeps_vllms_and_the_others_get_ours(request_name):
+def test_only_a_request_that_cuts_the_distribution_has_vllms_log_probs(request_name):
     logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    asked = REQUESTS[request_name] if request_name else dict
-    stock_tokens, stock = sampled(Sampler, logits, metadata(**asked()))
-    tokens, found = sampled(SharedSampler, logits, metadata(**asked()))
+    settings = REQUESTS[request_name] if request_name else dict
+    stock_tokens, stock = sampled(Sampler, logits, metadata(**settings()))
+    tokens, log_probs = sampled(SharedSampler, logits, metadata(**settings()))
     assert torch.equal(tokens, stock_tokens)
     whole = kernels.log_probs(logits, tokens, torch.full((ROWS,), 0.7))
     plain = torch.ones(ROWS, dtype=torch.bool)
     plain[CUT] = request_name is None
-    assert torch.equal(found[plain], whole[plain])
-    assert torch.equal(found[~plain], stock[~plain])
+    assert torch.equal(log_probs[plain], whole[plain])
+    assert torch.equal(log_probs[~plain], stock[~plain])
     assert torch.allclose(whole[plain], stock[plain], atol=1e-5)
-    if request_name not in (None, "bad_words"):  # of one token, which changes the rest by its share alone
+    if request_name not in (None, "bad_words"):  # one token, whose share is small
         assert not torch.allclose(whole[~plain], stock[~plain], atol=1e-3)
 
 
-def test_a_processor_that_we_do_not_know_leaves_vllms_log_probabilities_everywhere():
+def test_with_an_unknown_processor_every_request_has_vllms_log_probs():
     logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    asked = lambda: metadata(logitsprocs=LogitsProcessors([object.__new__(Unknown)]))  # noqa: E731
-    assert torch.equal(sampled(SharedSampler, logits, asked())[1], sampled(Sampler, logits, asked())[1])
+    unknown = LogitsProcessors([object.__new__(Unknown)])
+    shared, stock = (sampled(kind, logits, metadata(logitsprocs=unknown))[1] for kind in (SharedSampler, Sampler))
+    assert torch.equal(shared, stock)
 
 
 def idle() -> LogitsProcessors:
-    """vLLM's own, as an engine always has them, with nothing to do."""
+    """The processors of every engine of vLLM, with nothing to do."""
     min_p, bias, min_tokens = map(
         object.__new__, (MinPLogitsProcessor, LogitBiasLogitsProcessor, MinTokensLogitsProcessor)
     )
@@ -137,11 +138,11 @@ def with_min_p() -> LogitsProcessors:
 
 
 def rollouts(**changes) -> SamplingMetadata:
-    """Five requests of a rollout, as verl asks."""
+    """Five requests of a rollout with verl's settings."""
     return metadata(**(dict(generators={}, logitsprocs=idle()) | changes))
 
 
-def test_a_rollouts_step_is_drawn_in_one_read_of_logits_that_stay_as_they_are():
+def test_a_rollouts_step_is_drawn_without_changing_the_logits():
     logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
     before = logits.clone()
     torch.manual_seed(5)
@@ -164,17 +165,17 @@ def test_a_rollouts_step_is_drawn_in_one_read_of_logits_that_stay_as_they_are():
 OTHERWISE = REQUESTS | {
     "seeds": lambda: dict(generators={CUT: torch.Generator().manual_seed(1)}),
     "greedy": lambda: dict(temperature=None, all_greedy=True, all_random=False),
-    "a greedy one": lambda: dict(temperature=row_wise(0.7, 0.0), all_random=False),
+    "one greedy request": lambda: dict(temperature=row_wise(0.7, 0.0), all_random=False),
     "top log-probabilities": lambda: dict(max_num_logprobs=2),
     "log-probabilities of tokens": lambda: dict(logprob_token_ids={CUT: [1, 2]}),
     "min_p": lambda: dict(logitsprocs=with_min_p()),
-    "a processor of somebody's": lambda: dict(logitsprocs=LogitsProcessors([object.__new__(Unknown)])),
+    "an unknown processor": lambda: dict(logitsprocs=LogitsProcessors([object.__new__(Unknown)])),
 }
 
 
 @pytest.mark.parametrize("request_name", OTHERWISE)
-def test_any_other_step_is_vllms(request_name, monkeypatch):
-    """The same random numbers, the same tokens."""
+def test_any_other_step_is_left_to_vllm(request_name, monkeypatch):
+    """The same random numbers give the same tokens."""
     monkeypatch.setattr(SharedSampler, "draw", None)
     logits = 3 * torch.randn(ROWS, VOCABULARY, generator=torch.Generator().manual_seed(1))
     tokens = []
@@ -189,7 +190,7 @@ def test_any_other_step_is_vllms(request_name, monkeypatch):
 @pytest.mark.parametrize(
     "changed", [dict(logprobs_mode="raw_logprobs"), dict(logprobs_mode="processed_logprobs", use_fp64_gumbel=True)]
 )
-def test_a_sampler_with_other_settings_draws_as_vllm(changed, monkeypatch):
+def test_a_sampler_with_other_settings_leaves_the_draw_to_vllm(changed, monkeypatch):
     monkeypatch.setattr(SharedSampler, "draw", None)
     made = SharedSampler(**changed)
     made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
@@ -214,15 +215,15 @@ def test_both_samplers_draw_from_one_distribution():
         made = sampler(logprobs_mode="processed_logprobs")
         made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
         output = made.forward(row.repeat(count, 1), rollouts(temperature=torch.full((count,), 0.7)))
-        found = torch.bincount(output.sampled_token_ids[:, 0], minlength=12).double()
-        assert ((found - expected) ** 2 / expected).sum() < 50, sampler
+        counts = torch.bincount(output.sampled_token_ids[:, 0], minlength=12).double()
+        assert ((counts - expected) ** 2 / expected).sum() < 50, sampler
 
 
-# --- the second model runner: what a step asks for, as its states say it --------------------------------------------
+# --- the second model runner ----------------------------------------------------------------------------------------
 
 
 class OnTheHost(SimpleNamespace):
-    """Numbers of the requests, three of which are in the step."""
+    """Values of all requests, three of which are in the step."""
 
     @property
     def gpu(self) -> torch.Tensor:
@@ -241,8 +242,8 @@ def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
         numbers[name] = np.full(ROWS, value, dtype=dtype)
         numbers[name][IN_STEP[1]] = changes.get(name, value)
     numbers["seeds"] = np.arange(ROWS)
-    held = sampler_v2.Sampler.__init__.__globals__["SamplingStates"]
-    sampler.sampling_states = object.__new__(held)
+    states_class = sampler_v2.Sampler.__init__.__globals__["SamplingStates"]
+    sampler.sampling_states = object.__new__(states_class)
     for name, values in numbers.items():
         plain = name in ("num_logprobs", "seeds_set")
         setattr(sampler.sampling_states, name, values if plain else OnTheHost(np=values))
@@ -254,8 +255,8 @@ def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
         setattr(sampler, state, SimpleNamespace(**{name: flags}))
     bad_words = OnTheHost(np=nothing.astype(np.int32) + changes.get("bad_words", 0))
     sampler.bad_words_state = SimpleNamespace(num_bad_words=bad_words)
-    asked = changes.get("token_ids", 0)
-    sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda rows: asked)
+    token_ids = changes.get("token_ids", 0)
+    sampler.logprob_token_ids_state = SimpleNamespace(max_num_token_ids=lambda rows: token_ids)
     sampler.req_states = SimpleNamespace(prefill_len=OnTheHost(np=np.zeros(ROWS)))
     for name, value in (("logprobs_mode", "processed_logprobs"), ("compute_nans", False), ("use_fp64_gumbel", False)):
         setattr(sampler, name, changes.get(name, value))
@@ -271,7 +272,7 @@ def step() -> SimpleNamespace:
     )
 
 
-def test_the_second_runner_draws_by_a_requests_seed_and_position(monkeypatch):
+def test_the_second_runner_draws_from_a_requests_seed_and_position(monkeypatch):
     counted = torch.ones(3), torch.zeros(3)
     monkeypatch.setattr(sampler_v2, "get_num_sampled_and_rejected", lambda *args: counted)
     logits = 3 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
@@ -284,9 +285,9 @@ def test_the_second_runner_draws_by_a_requests_seed_and_position(monkeypatch):
     assert torch.equal(reported.logprobs, kernels.log_probs(logits, tokens[:, None], temperature))
     assert torch.equal(reported.logprob_token_ids, tokens[:, None]) and reported.cu_num_generated_tokens is None
     assert torch.equal(reported.selected_token_ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
-    nothing_asked = second_sampler()
-    nothing_asked.sampling_states.num_logprobs[:] = -1
-    assert nothing_asked(logits, step()).logprobs_tensors is None
+    without = second_sampler()
+    without.sampling_states.num_logprobs[:] = -1
+    assert without(logits, step()).logprobs_tensors is None
 
 
 @pytest.mark.parametrize(

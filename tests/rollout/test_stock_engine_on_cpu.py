@@ -1,10 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that does not ask for one of our formats is vLLM's alone, with the plugin installed and beside ours.
-
-Three engines in one fresh process: of ``precision=bf16``, of ``jet_fp8`` with shared operations, and again of bf16.
-vLLM loads the plugin by its entry point, as it does in every process.
-"""
+"""An engine without one of our formats is stock vLLM, before and after one of ours in the same process: engines of
+``bf16``, ``jet_fp8`` with shared operations and ``bf16`` again, with the plugin loaded by its entry point."""
 
 import json
 import os
@@ -14,14 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_inventory import OURS
+from engine_inventory import PACKAGE
 from tiny_models import tiny_model
 
-ROLLOUT = f"{OURS}.rollout"
+ROLLOUT = f"{PACKAGE}.rollout"
 
 
 def run_engines(folder: str, out: str) -> None:
-    """In a process of its own: write what each engine is made of and what it says about a prompt."""
+    """In a process of its own: write each engine's inventory and its log-probabilities of a prompt."""
     import vllm_engine
     from engine_inventory import inventory, registries
     from patch_home import current
@@ -30,18 +27,18 @@ def run_engines(folder: str, out: str) -> None:
     from jetrl_verl.patches.generation import OUTPUTS
 
     shared = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule="fp32", operations="shared")
-    found = []
+    engines = []
     with vllm_engine.cpu_settings():
         from vllm.distributed import cleanup_dist_env_and_memory
 
         for options in (None, shared, None):
             changes = {"load_format": "dummy"} if options else {}
             llm, worker = vllm_engine.start(folder, options, **changes)
-            found.append(
+            engines.append(
                 {
                     "engine": inventory(worker),
                     "process": registries(),
-                    "imported": sorted(name for name in sys.modules if name.partition(".")[0] == OURS),
+                    "imported": sorted(name for name in sys.modules if name.partition(".")[0] == PACKAGE),
                     "operators": [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("jetrl")],
                     "log_probs": vllm_engine.prompt_log_probs(llm, list(range(1, 40))).tolist(),
                     "outputs are vLLM's": not hasattr(current(OUTPUTS), "_jetrl_stock"),
@@ -50,14 +47,14 @@ def run_engines(folder: str, out: str) -> None:
             )
             del llm, worker
             cleanup_dist_env_and_memory()
-    Path(out).write_text(json.dumps(found))
+    Path(out).write_text(json.dumps(engines))
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     tiny_model("qwen3", 5).to(torch.bfloat16).save_pretrained(folder)
-    program = f"import test_stock_engine_on_cpu as t; t.run_engines({str(folder)!r}, {str(folder / 'found.json')!r})"
+    program = f"import test_stock_engine_on_cpu as t; t.run_engines({str(folder)!r}, {str(folder / 'engines.json')!r})"
     here = Path(__file__).parent
     paths = os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
@@ -68,18 +65,18 @@ def engines(tmp_path_factory):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads((folder / "found.json").read_text())
+    return json.loads((folder / "engines.json").read_text())
 
 
-@pytest.fixture(params=[0, 2], ids=["first", "after ours"])
+@pytest.fixture(params=[0, 2], ids=["first", "after jet_fp8"])
 def stock(request, engines):
     return engines[request.param]
 
 
-def test_a_bf16_engine_has_nothing_of_ours(stock):
-    assert OURS not in json.dumps(stock["engine"])
+def test_a_bf16_engine_has_no_part_of_this_package(stock):
+    assert PACKAGE not in json.dumps(stock["engine"])
     assert stock["engine"]["quantization"] == "builtins.NoneType"
-    # The list is not empty by mistake.
+    # The inventory is not empty.
     modules = stock["engine"]["modules"]
     assert modules["vllm.model_executor.layers.layernorm.RMSNorm"] == 2 * 4 + 1
     assert modules["vllm.model_executor.layers.activation.SiluAndMul"] == 2
@@ -89,34 +86,34 @@ def test_a_bf16_engine_has_nothing_of_ours(stock):
     assert stock["engine"]["sampler"] == "vllm.v1.sample.sampler.Sampler"
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["first", "ours", "after ours"])
-def test_the_process_knows_three_names_of_ours_and_no_more(engines, number):
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["first", "jet_fp8", "after jet_fp8"])
+def test_only_three_quantization_methods_are_registered_in_the_process(engines, number):
     assert engines[number]["process"] == {
         "global hooks of torch": [],
         "layers": [],
         "attention backends": [],
         "quantization methods": [f"jetrl_{name}: {ROLLOUT}.register" for name in ("bf16", "fp8", "int8")],
-        "names in vLLM that are ours": [],
+        "names in vLLM from this package": [],
     }
 
 
-def test_before_an_engine_of_ours_nothing_that_computes_is_imported(engines):
-    first, ours, _ = engines
-    heavy = {f"{OURS}.{package}" for package in ("kernels", "nn", "sync", "train", "rollout.method")}
+def test_kernels_are_imported_by_an_engine_of_this_package_alone(engines):
+    first, shared, _ = engines
+    heavy = {f"{PACKAGE}.{package}" for package in ("kernels", "nn", "sync", "train", "rollout.method")}
     assert f"{ROLLOUT}.register" in first["imported"]
     assert not heavy & set(first["imported"]) and not first["operators"]
-    assert f"{OURS}.kernels" in ours["imported"] and ours["operators"]
+    assert f"{PACKAGE}.kernels" in shared["imported"] and shared["operators"]
 
 
-def test_outputs_are_vllms_in_a_process_that_verl_is_not_imported_in(engines):
-    """Where it is, as behind a worker of ours, they differ for requests of verl's server alone."""
+def test_outputs_are_vllms_until_verl_is_imported(engines):
+    """Our worker imports verl; outputs then differ for requests of verl's server alone."""
     assert [engine["outputs are vLLM's"] for engine in engines] == [True, False, False]
 
 
-def test_our_engine_beside_it_runs_ours(engines):
+def test_the_jet_fp8_engine_runs_shared_operations(engines):
     engine = engines[1]["engine"]
     modules = engine["modules"]
-    shared = {name.removeprefix(f"{ROLLOUT}.") for name in modules if name.startswith(OURS)}
+    shared = {name.removeprefix(f"{ROLLOUT}.") for name in modules if name.startswith(PACKAGE)}
     stock = {"RMSNorm", "SiluAndMul", "RotaryEmbedding", "LogitsProcessor", "Qwen3Attention"}
     module_of = {"Qwen3Attention": "qk_norm"}
     assert shared == {f"{module_of.get(name, 'shared_operations')}.Shared{name}" for name in stock}
@@ -128,9 +125,9 @@ def test_our_engine_beside_it_runs_ours(engines):
     assert engine["worker"][0] == f"{ROLLOUT}.worker.JetWorker"
 
 
-def test_ours_leaves_the_stock_engine_behind_it_as_it_was(engines):
-    first, ours, after = engines
+def test_a_stock_engine_after_jet_fp8_equals_the_one_before(engines):
+    first, shared, after = engines
     assert after["engine"] == first["engine"]
     assert after["log_probs"] == first["log_probs"]
-    # vLLM keeps the rotary module of the first for all three; only ours has a table of its own.
-    assert after["rotary"] == first["rotary"] != ours["rotary"]
+    # vLLM caches the rotary module for all three; the shared one has its own table.
+    assert after["rotary"] == first["rotary"] != shared["rotary"]

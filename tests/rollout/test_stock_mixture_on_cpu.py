@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts under ``fp8_rollout``: vLLM's own layers up to the router's logits, ours behind them."""
+"""A mixture of experts under ``fp8_rollout``: vLLM's own layers up to the router's logits, our products after them."""
 
 import pytest
 import torch
@@ -49,21 +49,21 @@ def trainer_log_probs(model) -> torch.Tensor:
     return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
 
 
-def test_it_samples_from_the_policy_in_fp8(engine):
+def test_the_rollout_samples_from_the_fp8_policy(engine):
     llm, worker = engine
     model = policy(5)
     send(worker, model)
-    theirs = prompt_log_probs(llm, PROMPT)
+    rollout = prompt_log_probs(llm, PROMPT)
     in_bf16 = trainer_log_probs(model)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE)
     in_fp8 = trainer_log_probs(model)
-    uniform = torch.full_like(theirs, -torch.tensor(64.0).log())
-    distances = [(theirs - other).abs().mean() for other in (in_fp8, in_bf16, uniform)]
-    # Both trainers' weights of experts are rounded to BF16, which the rollout's are not.
+    uniform = torch.full_like(rollout, -torch.tensor(64.0).log())
+    distances = [(rollout - other).abs().mean() for other in (in_fp8, in_bf16, uniform)]
+    # The trainers' expert weights are rounded to BF16, the rollout's are not.
     assert max(distances[:2]) < 0.25 * distances[2]
 
 
-def test_the_layers_are_vllms_but_for_the_products(engine):
+def test_only_the_experts_products_are_not_vllms(engine):
     from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
 
     from jetrl_verl.rollout.experts import JetExpertsMethod
@@ -85,7 +85,7 @@ def test_the_layers_are_vllms_but_for_the_products(engine):
         assert torch.equal(routed.quant_method.apply_monolithic(routed, x, logits), expected)
 
 
-def test_another_choice_of_experts_is_refused_at_the_sync(engine):
+def test_another_routing_is_refused_at_the_sync(engine):
     _, worker = engine
     for layer in (model := policy(5)).model.layers:
         layer.mlp.gate.norm_topk_prob = False

@@ -1,9 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine on the CPU, fed by verl's real sender: loading, equality with the trainer, the contract check.
-
-One engine runs the whole module: a two-layer Qwen2-shaped model, because Qwen2 has biases on q, k and v.
-"""
+"""A real vLLM engine on the CPU with verl's real sender: loading, equality with the trainer, the contract check. One
+engine with Qwen2, which has biases on q, k and v, runs the whole module."""
 
 from dataclasses import replace
 
@@ -20,7 +18,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.sync.contract import SUM_PREFIX, ContractViolation, Manifest, with_contract
+from jetrl_verl.sync.contract import SUM_PREFIX, ContractReceiver, ContractViolation, Manifest, with_contract
 from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
 
 RULE = "fp32"
@@ -41,7 +39,7 @@ def engine(tmp_path_factory, cpu_platform):
 
 
 def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncStatistics | None = None):
-    """What the trainer sends; ``edit`` changes the finished list of (name, tensor)."""
+    """The trainer's stream; ``edit`` changes its finished list of (name, tensor)."""
     statistics = statistics if statistics is not None else SyncStatistics()
     plans = plans or plan_linears(model.config)
     weights = quantize_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
@@ -49,7 +47,7 @@ def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncSt
     return measured(edit(list(items)) if edit else items, statistics)
 
 
-def test_sync_loads_qdata_and_the_contract_holds(engine):
+def test_a_sync_loads_qdata_in_place_and_the_contract_holds(engine):
     llm, worker = engine
     model = build_trainer(1)
     addresses = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
@@ -58,11 +56,11 @@ def test_sync_loads_qdata_and_the_contract_holds(engine):
     quantized = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
     assert statistics.stock_bytes == 4 * sum(p.numel() for p in model.parameters())
     assert quantized < statistics.bytes < statistics.stock_bytes / 2
-    # In place: a captured CUDA graph would still read the right storage.
+    # A captured CUDA graph would still read the right storage.
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
 
 
-def test_rollout_follows_the_fp8_trainer_more_closely_than_the_bf16_one(engine):
+def test_the_rollout_is_closer_to_the_fp8_trainer_than_to_the_bf16_one(engine):
     llm, worker = engine
     model = build_trainer(2)
     sync(worker, stream(model))
@@ -80,27 +78,27 @@ def test_rollout_follows_the_fp8_trainer_more_closely_than_the_bf16_one(engine):
     assert (rollout - trainer(fp8)).square().mean() < (rollout - trainer(bf16)).square().mean() / 2
 
 
-def test_live_layers_multiply_as_the_trainers_do(engine):
-    """Merged qkv with bias, merged gate_up and down against the trainer's modules, equal in every bit."""
+def test_live_layers_equal_the_trainers_in_every_bit(engine):
+    """Merged qkv with bias, merged gate_up and down against the trainer's modules."""
     _, worker = engine
     model = build_trainer(3).to(torch.bfloat16)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE)
     sync(worker, stream(model))
-    theirs, ours = worker.model_runner.model.model.layers[1], model.model.layers[1]
+    live, trained = worker.model_runner.model.model.layers[1], model.model.layers[1]
     x = torch.randn(5, 256).bfloat16()
     with torch.no_grad():
-        attention = ours.self_attn
+        attention = trained.self_attn
         qkv = torch.cat([attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)], dim=-1)
-        assert torch.equal(theirs.self_attn.qkv_proj(x)[0], qkv)
-        gate_up = torch.cat([ours.mlp.gate_proj(x), ours.mlp.up_proj(x)], dim=-1)
-        assert torch.equal(theirs.mlp.gate_up_proj(x)[0], gate_up)
+        assert torch.equal(live.self_attn.qkv_proj(x)[0], qkv)
+        gate_up = torch.cat([trained.mlp.gate_proj(x), trained.mlp.up_proj(x)], dim=-1)
+        assert torch.equal(live.mlp.gate_up_proj(x)[0], gate_up)
         h = torch.randn(5, 384).bfloat16()
-        assert torch.equal(theirs.mlp.down_proj(h)[0], ours.mlp.down_proj(h))
+        assert torch.equal(live.mlp.down_proj(h)[0], trained.mlp.down_proj(h))
     assert isinstance(attention.q_proj, JetLinear)
 
 
 def tamper(name: str, change):
-    """Edit one tensor of the stream after the sums were taken, as a faulty wire or loader would."""
+    """Edit one tensor after its sums were taken, as a faulty wire or loader would."""
 
     def edit(items):
         assert name in dict(items), name
@@ -115,7 +113,7 @@ def flip_one_byte(qdata: torch.Tensor) -> torch.Tensor:
 
 
 def swap_k_and_v_bias(items):
-    """k's bias lands where v's belongs, as a wrong merge order would leave it."""
+    """k's bias in v's place, as in a wrong merge order."""
     k, v = ("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias")
     by_name = dict(items)
     return [(n, by_name[v] if n == k else by_name[k] if n == v else t) for n, t in items]
@@ -132,16 +130,16 @@ def edit_manifest(change):
 
 
 def widen_q(items):
-    """A trainer whose heads are wider than vLLM's: its loader would silently take the first rows."""
+    """A trainer with wider heads than vLLM's, whose loader would silently take the first rows."""
     name = SUM_PREFIX + "model.layers.0.self_attn.q_proj.weight"
     return [(n, torch.cat([t, t]) if n == name else t) for n, t in items]
 
 
 def forget_bias(items):
-    """A bias that is never sent keeps whatever vLLM was started with."""
+    """A bias that is not sent keeps vLLM's initial values."""
     name = "model.layers.1.self_attn.q_proj.bias"
-    kept = [(n, t) for n, t in items if n not in (name, SUM_PREFIX + name)]
-    return edit_manifest(lambda manifest: manifest.plain.remove(name))(kept)
+    others = [(n, t) for n, t in items if n not in (name, SUM_PREFIX + name)]
+    return edit_manifest(lambda manifest: manifest.plain.remove(name))(others)
 
 
 @pytest.mark.parametrize(
@@ -163,32 +161,22 @@ def forget_bias(items):
         (forget_bias, r"layers\.1\.self_attn\.q_proj\.bias is a parameter of the rollout that the trainer did not"),
         (widen_q, r"layers\.0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
     ],
-    ids=[
-        "byte",
-        "scale",
-        "bias-order",
-        "norm",
-        "embedding",
-        "probe",
-        "no-manifest",
-        "unsent",
-        "shape",
-    ],
+    ids=["byte", "scale", "bias-order", "norm", "embedding", "probe", "no-manifest", "unsent", "shape"],
 )
-def test_each_kind_of_difference_stops_the_run(engine, edit, message):
+def test_each_kind_of_difference_is_refused(engine, edit, message):
     _, worker = engine
     with pytest.raises(ContractViolation, match=message):
         sync(worker, stream(build_trainer(4), edit=edit))
 
 
-def test_a_trainer_under_another_scale_rule_stops_the_run(engine):
+def test_a_trainer_with_another_scale_rule_is_refused(engine):
     _, worker = engine
     with pytest.raises(ContractViolation, match="blocks and scale rule pow2, the rollout with 128x128 and fp32"):
         sync(worker, stream(build_trainer(4), rule="pow2"))
 
 
-def test_a_layer_that_the_trainer_left_out_stops_the_run(engine):
-    """It sends BF16, which vLLM's loader casts into the qdata without a word."""
+def test_a_layer_in_bf16_in_the_trainer_alone_is_refused(engine):
+    """vLLM's loader silently casts its BF16 weight into the qdata."""
     _, worker = engine
     model = build_trainer(4)
     plans = plan_linears(model.config)
@@ -197,20 +185,18 @@ def test_a_layer_that_the_trainer_left_out_stops_the_run(engine):
         sync(worker, stream(model, plans=plans))
 
 
-def test_sums_that_do_not_arrive_are_named(engine):
+def test_a_tensor_without_sums_is_named(engine):
     _, worker = engine
     name = SUM_PREFIX + "model.norm.weight"
     with pytest.raises(ContractViolation, match=r"sums of model\.norm\.weight did not arrive"):
         sync(worker, stream(build_trainer(4), edit=lambda items: [item for item in items if item[0] != name]))
 
 
-def test_a_byte_that_changes_in_the_live_weight_is_seen(engine):
-    """Not the bytes that were sent: the live parameter is what is compared."""
+def test_a_changed_byte_in_a_live_weight_is_detected(engine):
     _, worker = engine
     model = build_trainer(5)
     sync(worker, stream(model))
     receiver_items = [(n, t) for n, t in stream(model) if n.startswith("jetrl.contract")]
-    from jetrl_verl.sync.contract import ContractReceiver
 
     def verify():
         receiver = ContractReceiver()
@@ -218,16 +204,16 @@ def test_a_byte_that_changes_in_the_live_weight_is_seen(engine):
         live = live_tensors(worker.model_runner.model)
         return receiver.verify(live, scale_rule=RULE, probe=formats.get("fp8").probe(torch.device("cpu"), RULE))
 
-    held = verify()
-    assert (held["quantized"], held["plain"]) == (14, 13)
-    assert verify() == held
+    counts = verify()
+    assert (counts["quantized"], counts["plain"]) == (14, 13)
+    assert verify() == counts
     weight = worker.model_runner.model.model.layers[0].mlp.gate_up_proj.weight
     weight.data.view(torch.uint8)[400, 200] ^= 1
     with pytest.raises(ContractViolation, match=r"layers\.0\.mlp\.up_proj\.weight differs"):
         verify()
 
 
-def test_a_failing_loader_reaches_the_trainer_and_does_not_hang_it(engine):
+def test_a_loaders_error_is_raised_and_the_next_sync_works(engine):
     _, worker = engine
 
     def wrong_shape(items):
@@ -238,7 +224,7 @@ def test_a_failing_loader_reaches_the_trainer_and_does_not_hang_it(engine):
     sync(worker, stream(build_trainer(6)))
 
 
-def test_the_trainers_statement_covers_every_tensor():
+def test_the_trainer_sends_sums_of_every_tensor():
     model = build_trainer(7)
     items = list(stream(model))
     summed = {name.removeprefix(SUM_PREFIX) for name, _ in items if name.startswith(SUM_PREFIX)}

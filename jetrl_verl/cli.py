@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``jetrl`` command: arguments of the subcommands, each of which imports its module when called."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -24,7 +25,7 @@ def _root() -> None:
 def demo(
     context: typer.Context,
     precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8_exact",
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 20,
+    steps: Annotated[int, typer.Option(help="GRPO steps")] = 30,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -35,6 +36,8 @@ def demo(
 
     Further arguments are passed to verl as Hydra overrides, e.g. `jetrl demo trainer.test_freq=5`.
     """
+    # Before torch is imported: OpenMP threads that spin stall each other on a busy machine, by a factor of ten.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
     console = Console()
@@ -56,7 +59,7 @@ def compare(
     temperature: Annotated[float, typer.Option(help="of the evaluation; 0 is greedy")] = 0.0,
     samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation")] = 1,
     out: Annotated[Path, typer.Option(help="the same folder continues a comparison")] = Path("outputs/compare"),
-    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 20,
+    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 30,
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy of the demo")] = Path(
         "outputs/cache"
     ),

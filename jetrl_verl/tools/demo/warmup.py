@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised warm-up: teach the policy the task until about two answers in five are right.
+"""Supervised warm-up: teach the policy the task until about a quarter of the answers are right.
 
 GRPO learns from prompts whose answers are neither all right nor all wrong. The warm-up stops at an estimated accuracy,
 since the number of steps to it depends on the machine's arithmetic."""
@@ -24,13 +24,13 @@ class WarmupConfig:
         check_problems: problems of the estimate, not trained on. check_every: steps between two estimates.
     """
 
-    target: float = 0.4
+    target: float = 0.25
     max_steps: int = 1500
     batch_size: int = 32
     lr: float = 2e-3
     lr_ramp_steps: int = 20
     check_problems: int = 128
-    check_every: int = 10
+    check_every: int = 5
     seed: int = 7
 
     def __post_init__(self):
@@ -99,7 +99,7 @@ def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, rep
         schedule.step()
         if step % config.check_every == 0:
             accuracy = solution_probability(model, ids[held_back], labels[held_back])
-            if step % (5 * config.check_every) == 0:
+            if step % (10 * config.check_every) == 0:
                 report(f"warm-up: step {step}, estimated accuracy {accuracy:.2f}")
             if accuracy >= config.target:
                 seconds = round(time.monotonic() - started, 1)

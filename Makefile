@@ -31,7 +31,7 @@ setup:  ## make .venv with the CPU or the GPU stack (the other targets do it)
 demo: setup  ## train a small policy on addition with verl and vLLM under PRECISION; writes a report
 	@$(RUN) -m jetrl_verl.cli demo --precision $(PRECISION) $(ARGS)
 
-test: setup  ## every quick test that needs no GPU, two processes at a time
+test: setup  ## every quick test that needs no GPU
 	@$(RUN) scripts/run_tests.py $(ARGS)
 
 test-e2e: setup  ## whole jobs of verl and vLLM on the CPU

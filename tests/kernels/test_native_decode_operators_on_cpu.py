@@ -244,7 +244,13 @@ def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
     assert not chosen(1, 32, 4)
 
 
-@pytest.mark.parametrize(("cache", "operation"), [("fp8", "decode_attention"), ("bf16", "decode_attention_bf16")])
+CONTRACT_STEPS = [
+    ("fp8", "decode_attention"),
+    pytest.param("bf16", "decode_attention_bf16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("cache", "operation"), CONTRACT_STEPS)
 def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, cache, operation):
     """The probe of every weight sync, by clusters of every size on an H100, matches FlashAttention 3's order."""
     device, kv_format, clusters = torch.device("cpu"), formats.kv_cache(cache), []

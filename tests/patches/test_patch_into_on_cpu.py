@@ -93,7 +93,10 @@ def test_a_checkout_is_patched_and_the_diff_is_printed(checkout):
     subprocess.run(["git", "apply"], cwd=again, input=done.stdout, text=True, check=True)
     assert all((again / patch.path).read_text() == (checkout / patch.path).read_text() for patch in all_patches())
 
-    # The same tests as of the plugin, on the checkout.
+
+@pytest.mark.slow
+def test_the_patches_own_tests_pass_on_a_patched_checkout(checkout):
+    assert run("--into", str(checkout)).exit_code == 0
     tests = [f"{TESTS / file}{test}" for file, test in OWN_TESTS.items()]
     run_there = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-s", "--gpu=never", "-p", "no:warnings", "-p", "left_alone", *tests],

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every command that a page shows exists, and its arguments parse. None runs."""
+"""Every command on a page exists and its arguments parse; none is run."""
 
 import re
 import shlex
@@ -107,7 +107,7 @@ def test_commands_of_each_kind_are_found():
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("jetrl nothing", "there is no jetrl nothing"),
         ("jetrl memory --nothing 1", "No such option|no such option"),
@@ -117,6 +117,6 @@ def test_commands_of_each_kind_are_found():
         ("bash recipes/nothing.sh", "there is no recipes/nothing.sh"),
     ],
 )
-def test_missing_command_is_reported(line, said):
-    with pytest.raises(AssertionError, match=said):
+def test_missing_command_is_reported(line, message):
+    with pytest.raises(AssertionError, match=message):
         check(line)

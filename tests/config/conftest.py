@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``compose`` and ``stock``: verl's primary config as a run composes it, with this plugin and without it."""
+"""``compose`` and ``stock``: verl's primary config with and without the plugin."""
 
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -24,7 +24,7 @@ def compose():
 
 @pytest.fixture
 def stock(compose, monkeypatch):
-    """``compose`` without the plugin's entry in the defaults list, which is all that it adds to a stock config."""
+    """``compose`` without the plugin's entry in the defaults list, its only addition to a stock config."""
 
     def _compose(*overrides: str, **options) -> DictConfig:
         with monkeypatch.context() as patched:

@@ -1,8 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Precisions of rollout-only baselines, ``clip=calibrated`` and ``correction=adaptive``: what they compose to, and what
-contradicts them.
-"""
+"""What rollout-only baselines, ``clip=calibrated`` and ``correction=adaptive`` compose to."""
 
 import pytest
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -25,7 +23,7 @@ SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.name=vllm"]
         ("qurl_int8", "int8", "token", 1e9, "qurl_acr", 1.5),
     ],
 )
-def test_what_each_baseline_says(compose, precision, rollout, level, threshold, loss, scaling):
+def test_options_that_each_baseline_sets(compose, precision, rollout, level, threshold, loss, scaling):
     config = compose(f"precision={precision}", *SIZES)
     options = JetConfig.from_node(config.jetrl)
     assert (options.train, options.rollout, options.invariant_scaling) == ("bf16", rollout, scaling)
@@ -39,28 +37,28 @@ def test_what_each_baseline_says(compose, precision, rollout, level, threshold, 
     assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == f"jetrl_{rollout}"
 
 
-def test_the_rollouts_log_probabilities_are_verls_bypass_mode_with_a_check(compose, own_trainer):
+def test_old_log_probs_of_the_rollout_use_verls_bypass_mode_and_a_check(compose, own_trainer):
     from jetrl_verl.patches.batch_hooks import AFTER_OLD_LOG_PROBS
 
     exact = ["precision=jet_fp8_exact", *SIZES, f"{ROLLOUT}.tensor_model_parallel_size=1"]
-    stock, ours = compose(*exact), compose(*exact, "jetrl.old_log_probs=rollout")
-    assert (stock.algorithm.rollout_correction.bypass_mode, stock.jetrl.old_log_probs) == (False, "compute")
-    assert ours.algorithm.rollout_correction.bypass_mode is True
-    omega_conf_to_dataclass(stock.actor_rollout_ref.rollout)
+    computed, reused = compose(*exact), compose(*exact, "jetrl.old_log_probs=rollout")
+    assert (computed.algorithm.rollout_correction.bypass_mode, computed.jetrl.old_log_probs) == (False, "compute")
+    assert reused.algorithm.rollout_correction.bypass_mode is True
+    omega_conf_to_dataclass(computed.actor_rollout_ref.rollout)
     hooks = vars(own_trainer).get("AFTER_OLD_LOG_PROBS", AFTER_OLD_LOG_PROBS)
     assert not hooks
-    omega_conf_to_dataclass(ours.actor_rollout_ref.rollout)
+    omega_conf_to_dataclass(reused.actor_rollout_ref.rollout)
     assert len(hooks) == 1
-    ours.algorithm.rollout_correction.bypass_mode, ours.jetrl.old_log_probs = False, "compute"
-    assert ours == stock
+    reused.algorithm.rollout_correction.bypass_mode, reused.jetrl.old_log_probs = False, "compute"
+    assert reused == computed
 
 
-def test_fixed_clipping_is_the_default_and_sets_nothing(compose):
+def test_fixed_clipping_is_the_default(compose):
     assert compose("precision=jet_fp8") == compose("precision=jet_fp8", "clip=fixed")
     assert compose("clip=fixed") == compose()
 
 
-def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(compose):
+def test_calibrated_clipping_composes_in_either_order(compose):
     config = compose("precision=jet_fp8", "clip=calibrated", *SIZES)
     assert config == compose("clip=calibrated", "precision=jet_fp8", *SIZES)
     assert (config.jetrl.clip, config.jetrl.clip_interval) == ("calibrated", 20)
@@ -71,7 +69,7 @@ def test_calibrated_clipping_composes_with_the_unified_flow_in_either_order(comp
 
 
 @pytest.mark.parametrize("precision", ["fp8_rollout_tis", "jet_fp8"])
-def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strength(compose, precision):
+def test_adaptive_correction_sets_truncated_importance_sampling(compose, precision):
     config = compose(f"precision={precision}", "correction=adaptive", "jetrl.correction_scale=0.01", *SIZES)
     assert config == compose("correction=adaptive", f"precision={precision}", "jetrl.correction_scale=0.01", *SIZES)
     assert (config.jetrl.correction, config.jetrl.correction_scale) == ("adaptive", 0.01)
@@ -82,6 +80,6 @@ def test_adaptive_correction_is_truncated_importance_sampling_of_its_own_strengt
 
 
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan"), "1.5", None])
-def test_a_number_is_a_number(value):
+def test_an_invalid_number_is_refused(value):
     with pytest.raises(UnsupportedConfiguration, match="jetrl.invariant_scaling="):
         JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=value)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m verl.trainer.main_ppo`` itself, as a user starts it: what is printed, where, and with which exit code."""
+"""``python -m verl.trainer.main_ppo`` as a user starts it: output and exit status."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ RUNNABLE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.te
 
 
 def main_ppo(tmp_path, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    # Only what the user's shell would hold: the flag needs no variable of ours.
+    # A user's environment: the flag needs no variable of the plugin.
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("VERL_", "JETRL_"))}
     return subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
@@ -26,7 +26,7 @@ def main_ppo(tmp_path, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-def test_a_refusal_under_cfg_job(tmp_path):
+def test_cfg_job_prints_a_refusal_and_no_traceback(tmp_path):
     refused = main_ppo(tmp_path, "--cfg", "job", "precision=jet_fp8", "model_engine=megatron")
     assert refused.returncode == 1
     assert refused.stdout == ""

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The config classes that a precision selects, built the way verl builds them: from the composed config, anywhere."""
+"""The config classes that a precision selects, built as verl builds them: from the composed config, in any process."""
 
 import copy
 import importlib
@@ -37,7 +37,7 @@ def test_actor_engine_config(config):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
-def test_verl_hands_its_strategy_to_the_engine(compose, strategy):
+def test_the_engine_gets_verls_strategy(compose, strategy):
     config = compose("precision=jet_fp8", f"actor_rollout_ref.actor.strategy={strategy}", *RUNNABLE)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine.strategy == strategy
 
@@ -63,7 +63,7 @@ def test_ref_config_as_the_worker_builds_it(config):
     assert omega_conf_to_dataclass(ref).engine.jetrl_role == "ref"
 
 
-def test_rollout_config_asks_vllm_for_our_linears(compose):
+def test_the_rollout_config_selects_the_plugins_linears_in_vllm(compose):
     config = compose("precision=jet_fp8", "jetrl.scale_rule=pow2", "jetrl.unfit_layers=skip", *RUNNABLE)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     assert type(rollout) is JetRolloutConfig and isinstance(rollout, RolloutConfig)
@@ -80,13 +80,13 @@ def test_rollout_config_asks_vllm_for_our_linears(compose):
 @pytest.mark.parametrize(
     ("operations", "worker"), [("shared", "jetrl_verl.rollout.worker.JetWorker"), ("stock", "auto")]
 )
-def test_only_shared_operations_need_a_worker_of_ours(compose, operations, worker):
+def test_only_shared_operations_need_the_plugins_worker(compose, operations, worker):
     key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_cls"
     config = compose("precision=jet_fp8", f"jetrl.operations={operations}", f"{key}=auto", *RUNNABLE)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]["worker_cls"] == worker
 
 
-def test_the_worker_extension_is_verls(config):
+def test_the_worker_extension_is_a_subclass_of_verls(config):
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
     path = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]["worker_extension_cls"]
@@ -94,7 +94,7 @@ def test_the_worker_extension_is_verls(config):
     assert issubclass(getattr(__import__(module, fromlist=[name]), name), vLLMColocateWorkerExtension)
 
 
-def test_configs_travel_between_processes(config):
+def test_configs_survive_pickling(config):
     """Ray pickles built configs; a rebuilt or copied one is the same."""
     for built in (
         omega_conf_to_dataclass(config.actor_rollout_ref.actor),
@@ -105,7 +105,7 @@ def test_configs_travel_between_processes(config):
         assert omega_conf_to_dataclass(built) is built
 
 
-def test_resolved_config_without_its_root(config):
+def test_a_resolved_config_without_its_root_is_enough(config):
     """The task runner resolves the config and hands workers ``actor_rollout_ref`` alone."""
     OmegaConf.resolve(config)
     alone = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref))
@@ -134,7 +134,7 @@ def test_the_engine_is_registered_where_models_are_built(config, monkeypatch, en
     assert ("jetrl_verl.train.engine" in imported) is registered
 
 
-def test_classes_refuse_to_work_without_options():
+def test_config_classes_need_options():
     with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
         JetFSDPEngineConfig()
     with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
@@ -143,7 +143,7 @@ def test_classes_refuse_to_work_without_options():
         JetFSDPEngineConfig(jetrl={"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}, jetrl_role="reward")
 
 
-def test_verls_own_quantization_contradicts_ours():
+def test_verls_own_quantization_is_refused():
     options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
     with pytest.raises(
         UnsupportedConfiguration, match="rollout.quantization=fp8 is not supported with precision=jet_fp8"

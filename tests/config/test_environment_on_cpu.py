@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked right before a job starts: versions, GPU, model folder, data. Each fault gives its sentence."""
+"""Checks right before a job starts: versions, GPU, model folder, data."""
 
 import json
 import shutil
@@ -75,7 +75,7 @@ def test_this_environment_is_the_pinned_one():
 
 
 @pytest.mark.parametrize(
-    ("package", "found", "works_with"),
+    ("package", "version", "works_with"),
     [
         ("verl", "0.9.0", "verl 0.9.1"),
         ("vllm", "0.23.1", "vllm 0.24.0"),
@@ -84,11 +84,11 @@ def test_this_environment_is_the_pinned_one():
         ("vllm", "unknown", "vllm 0.24.0"),
     ],
 )
-def test_another_version_is_named_beside_the_pin(monkeypatch, package, found, works_with):
+def test_another_version_is_refused_with_the_pinned_one(monkeypatch, package, version, works_with):
     installed = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: found if name == package else installed(name))
+    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else installed(name))
     assert refusal(check_versions, "jet_fp8") == (
-        f"{package} {found} is not supported with precision=jet_fp8: it works with {works_with}. "
+        f"{package} {version} is not supported with precision=jet_fp8: it works with {works_with}. "
         f"Set up {works_with}, or precision=bf16."
     )
 
@@ -122,7 +122,7 @@ def test_a_good_model_folder_passes(model_folder):
     check_model(str(model_folder()), OPTIONS, 1)
 
 
-def test_what_the_config_leaves_out_takes_its_default(model_folder):
+def test_missing_fields_have_their_default(model_folder):
     # Qwen3's default head_dim is 128, not hidden_size / heads = 64.
     check_model(str(model_folder(head_dim=None)), OPTIONS, 2)
 
@@ -167,8 +167,8 @@ def test_the_largest_rollout_that_fits_is_named(model_folder, changes, tensor_pa
     ("heads", "kv_heads", "inner", "ranks", "largest"),
     [(28, 4, 512, 8, 4), (4, 2, 512, 8, 4), (6, 4, 768, 6, 2), (28, 4, 256, 8, 2), (4, 2, 576, 8, 4)],
 )
-def test_a_rollout_over_which_no_heads_can_be_dealt_is_refused(model_folder, heads, kv_heads, inner, ranks, largest):
-    """Also where no layer is quantized; the last one's MLP fits at no size, which is said next."""
+def test_a_rollout_whose_ranks_do_not_divide_the_heads_is_refused(model_folder, heads, kv_heads, inner, ranks, largest):
+    """Also without quantized layers. The MLP of the last case fits at no size, which is a refusal of its own."""
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
     folder = str(model_folder(**fields))
     message = refusal(check_model, folder, OPTIONS, ranks)
@@ -183,16 +183,16 @@ def test_a_rollout_over_which_no_heads_can_be_dealt_is_refused(model_folder, hea
         check_model(folder, OPTIONS, largest)
 
 
-def test_skip_lets_unfit_layers_through(model_folder):
+def test_skip_accepts_unfit_layers(model_folder):
     check_model(str(model_folder(intermediate_size=576)), SKIP, 1)
 
 
-def test_every_shape_fits_where_nothing_is_quantized(model_folder):
+def test_every_shape_fits_without_quantization(model_folder):
     options = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
     folder = str(model_folder(intermediate_size=576, hidden_size=192))
     check_model(folder, options, 2, True, None, "bf16")
     assert "multiples of 128" in refusal(check_model, folder, options, 1, True)
-    # vLLM's class computes something else than Hugging Face's, in BF16 too.
+    # vLLM's class computes something other than Hugging Face's, in BF16 too.
     folder = str(model_folder(model_type="qwen2"))
     assert "ignores head_dim" in refusal(check_model, folder, options, 1, True, None, "bf16")
 
@@ -205,7 +205,7 @@ def test_the_model_is_checked_as_the_trainer_changes_it(model_folder):
     )
 
 
-def test_an_fp8_cache_of_another_architecture_is_refused_by_its_type(compose, model_folder):
+def test_an_fp8_cache_of_an_unknown_architecture_is_refused(compose, model_folder):
     overrides = ("precision=fp8_rollout", "jetrl.kv_cache=fp8")
     job = compose(*overrides, f"actor_rollout_ref.model.path={model_folder(model_type='gpt2')}")
     assert "model_type 'gpt2' is none of" in refusal(check_environment, job)
@@ -236,7 +236,7 @@ def test_a_mixture_of_experts_is_checked(model_folder):
 
 
 @pytest.mark.parametrize("key", REPLICAS)
-def test_a_mixture_over_the_replicas_of_one_server_is_refused(model_folder, key):
+def test_a_mixture_over_data_parallel_ranks_is_refused(model_folder, key):
     check_replicas(str(model_folder()), key, 2)
     folder = str(model_folder(**MIXTURE))
     check_replicas(folder, key, 1)
@@ -246,13 +246,13 @@ def test_a_mixture_over_the_replicas_of_one_server_is_refused(model_folder, key)
     )
 
 
-def test_a_missing_folder(tmp_path):
+def test_a_missing_model_folder_is_refused(tmp_path):
     assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, str(tmp_path / "none"), OPTIONS, 1)
     assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, "~/no/such/model", OPTIONS, 1)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '"qwen3"', '{"model_type": "qwen3", "hidden_size": "wide"}'])
-def test_a_damaged_model_config(model_folder, text):
+def test_a_damaged_model_config_is_refused(model_folder, text):
     folder = model_folder()
     config = folder / "config.json"
     if text is None:
@@ -262,7 +262,7 @@ def test_a_damaged_model_config(model_folder, text):
     assert "is not a readable model config" in refusal(check_model, str(folder), OPTIONS, 1)
 
 
-def test_a_damaged_weight_file(model_folder):
+def test_a_damaged_weight_file_is_refused(model_folder):
     folder = model_folder()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -271,7 +271,7 @@ def test_a_damaged_weight_file(model_folder):
     assert "model.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
 
 
-def test_an_index_that_names_a_missing_file(model_folder):
+def test_a_weight_index_with_a_missing_file_is_refused(model_folder):
     folder = model_folder()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
@@ -280,7 +280,7 @@ def test_an_index_that_names_a_missing_file(model_folder):
     assert "is not a readable weight index" in refusal(check_model, str(folder), OPTIONS, 1)
 
 
-def test_a_folder_without_weights(model_folder):
+def test_a_model_folder_without_weights_is_refused(model_folder):
     folder = model_folder()
     (folder / "model.safetensors").unlink()
     assert "holds no weights" in refusal(check_model, str(folder), OPTIONS, 1)
@@ -294,7 +294,7 @@ def test_a_hub_name_is_checked_by_its_config(model_folder, monkeypatch):
     )
 
 
-def test_a_hub_name_without_a_network_is_left_to_verl(monkeypatch, tmp_path):
+def test_without_a_network_a_hub_name_is_not_checked(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
@@ -302,7 +302,7 @@ def test_a_hub_name_without_a_network_is_left_to_verl(monkeypatch, tmp_path):
     check_model("not/a/hub/name", OPTIONS, 1)
 
 
-def test_data_files(parquet, tmp_path):
+def test_a_missing_data_file_is_refused(parquet, tmp_path):
     check_data("data.train_files", str(parquet))
     check_data("data.train_files", [str(parquet), "hdfs://cluster/train.parquet", "memory://train-*.parquet"])
     check_data("data.val_files", None)
@@ -310,8 +310,8 @@ def test_data_files(parquet, tmp_path):
     assert "(data.val_files) does not exist" in refusal(check_data, "data.val_files", [str(parquet), str(missing)])
 
 
-def test_a_pattern_of_data_files(parquet, tmp_path):
-    """verl hands its strings to ``load_dataset``, which reads what a pattern matches."""
+def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
+    """verl passes its strings to ``load_dataset``, which accepts patterns."""
     import datasets
 
     deeper = tmp_path / "more" / "train.parquet"
@@ -328,7 +328,7 @@ def test_a_pattern_of_data_files(parquet, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
-def test_a_damaged_parquet_file(parquet, content):
+def test_a_damaged_parquet_file_is_refused(parquet, content):
     parquet.write_bytes(content)
     assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
 
@@ -341,7 +341,7 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
         f"data.val_files=[{parquet}]",
     ]
     check_environment(compose("precision=jet_fp8", *overrides))
-    check_environment(compose())  # without a precision nothing of the default paths is looked at
+    check_environment(compose())  # without a precision no path is checked
 
     wide = compose("precision=jet_fp8", *overrides, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
     assert "8 ranks of the rollout" in refusal(check_environment, wide)
@@ -363,14 +363,14 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
     assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_environment, data)
 
 
-def test_data_are_read_and_not_only_the_footer(parquet):
+def test_data_beyond_the_footer_is_read(parquet):
     content = bytearray(parquet.read_bytes())
     content[4:40] = bytes(36)
     parquet.write_bytes(content)
     assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
 
 
-def test_a_check_that_fails_itself_stops_the_run(monkeypatch):
+def test_a_crashing_check_stops_the_run(monkeypatch):
     """Hydra would turn the exception into a warning and start the job unchecked."""
     from jetrl_verl.config import environment, workers
     from jetrl_verl.targets.job import JetCallback

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flag on stock verl: what each precision changes in the composed config, and what it leaves alone."""
+"""The flag on stock verl: what each precision changes in the composed config, and what it keeps."""
 
 import shutil
 from pathlib import Path
@@ -55,19 +55,19 @@ def without_precision(config) -> dict:
 
 
 @pytest.mark.parametrize("config_name", ["ppo_trainer", "ppo_megatron_trainer"])
-def test_without_the_flag_the_config_is_verls(compose, stock, config_name):
+def test_without_the_flag_the_config_is_stock(compose, stock, config_name):
     assert compose(config_name=config_name) == stock(config_name=config_name)
     assert compose("precision=bf16", config_name=config_name) == stock(config_name=config_name)
 
 
 @pytest.mark.parametrize("model_engine", ["megatron", "veomni", "torchtitan"])
-def test_bf16_serves_every_engine_of_verl(compose, stock, model_engine):
+def test_bf16_supports_every_engine_of_verl(compose, stock, model_engine):
     overrides = [f"model_engine={model_engine}"]
     assert compose(*overrides, "precision=bf16") == stock(*overrides)
 
 
-def test_the_loader_is_hydras(compose):
-    """The plugin replaces this one name; if Hydra moves it, the flag would silently not exist."""
+def test_the_plugin_replaces_hydras_config_loader(compose):
+    """If Hydra moves this name, the flag silently disappears."""
     import hydra._internal.hydra
 
     assert issubclass(hydra._internal.hydra.ConfigLoaderImpl, ConfigLoaderImpl)
@@ -75,7 +75,7 @@ def test_the_loader_is_hydras(compose):
 
 
 @pytest.mark.parametrize("precision", OUR_PRECISIONS)
-def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
+def test_a_precision_changes_only_its_own_keys(compose, stock, precision):
     expected = OmegaConf.to_container(stock(ONE_GPU))
     expected["algorithm"]["rollout_correction"].update(CORRECTIONS.get(precision, {}))
     assert without_precision(compose(f"precision={precision}", ONE_GPU)) == expected
@@ -87,11 +87,11 @@ def test_a_precision_touches_only_its_own_keys(compose, stock, precision):
         ("bf16_shared", "bf16", "bf16", "shared"),
         ("fp8_rollout", "bf16", "fp8", "stock"),
         ("fp8_rollout_tis", "bf16", "fp8", "stock"),
-        ("jet_fp8", "fp8", "fp8", "stock"),  # resolved: this machine has no GPU, or verl's default model is not on it
+        ("jet_fp8", "fp8", "fp8", "stock"),  # no GPU here, or verl's default model is missing
         ("jet_fp8_exact", "fp8", "fp8", "shared"),
     ],
 )
-def test_what_each_precision_says(compose, precision, train, rollout, operations):
+def test_options_of_each_precision(compose, precision, train, rollout, operations):
     config = compose(f"precision={precision}", ONE_GPU)
     assert JetConfig.from_node(config.jetrl) == JetConfig(precision, train, rollout, operations=operations)
     assert config.jetrl.keys() == JetConfig.__dataclass_fields__.keys()
@@ -168,7 +168,7 @@ def test_the_position_of_the_flag_is_free(compose):
     assert compose("precision=jet_fp8", *overrides) == compose(*overrides, "precision=jet_fp8")
 
 
-def test_added_keys_of_the_user_do_not_collide(compose):
+def test_keys_that_the_user_adds_are_kept(compose):
     config = compose(
         "precision=jet_fp8",
         "actor_rollout_ref.rollout.name=vllm",
@@ -230,7 +230,7 @@ def test_a_recipe_can_fix_its_precision(tmp_path):
         assert "jetrl" not in hydra_compose("mine", ["precision=bf16"])
 
 
-def test_other_hydra_programs_are_left_alone(tmp_path):
+def test_other_hydra_programs_are_not_changed(tmp_path):
     (tmp_path / "app.yaml").write_text("defaults:\n  - db: mysql\n  - _self_\nprecision: 16\n")
     (tmp_path / "db").mkdir()
     (tmp_path / "db" / "mysql.yaml").write_text("host: localhost\n")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point: cheap in every process that imports verl, present as soon as Hydra is, and loud when it fails."""
+"""The entry point: cheap in every process that imports verl, active as soon as Hydra is, printed if it fails."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def test_the_package_declares_its_entry_points():
     assert "jetrl" in names["vllm.general_plugins"]
 
 
-def test_loading_it_imports_nothing():
+def test_loading_the_plugin_imports_no_framework():
     run = python(
         "import sys; before = set(sys.modules); import jetrl_verl.plugin; "
         "print([m for m in sys.modules if m.split('.')[0] in ('torch', 'verl', 'vllm', 'hydra', 'omegaconf', 'ray')])"
@@ -35,7 +35,7 @@ def test_loading_it_imports_nothing():
     assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
 
 
-def test_hydra_knows_the_flag_whichever_is_imported_first():
+def test_hydra_has_the_flag_in_either_order_of_import():
     check = (
         "import hydra._internal.hydra as h; from hydra.core.plugins import Plugins; "
         "names = list(Plugins.instance().class_name_to_class); "
@@ -46,8 +46,8 @@ def test_hydra_knows_the_flag_whichever_is_imported_first():
         assert run.stdout.strip() == "JetConfigLoader 1", run.stderr
 
 
-def test_verls_engine_brings_one_attention_more_and_nothing_that_computes():
-    """What the name stands for is imported by a model that asks for it."""
+def test_verls_engine_registers_one_attention_and_imports_no_kernels():
+    """The attention itself is imported by the first model that selects it."""
     run = python(
         "import sys, verl\n"
         "from transformers import AttentionInterface, AttentionMaskInterface\n"
@@ -56,15 +56,15 @@ def test_verls_engine_brings_one_attention_more_and_nothing_that_computes():
         "import verl.workers.engine.fsdp.transformer_impl\n"
         "for table, before in zip(tables, stock):\n"
         "    print({name for name in table if table[name] is not before.get(name)})\n"
-        "ours = [f'jetrl_verl.{name}' for name in ('kernels', 'models', 'nn')]\n"
-        "print([name for name in ours if name in sys.modules])\n",
+        "packages = [f'jetrl_verl.{name}' for name in ('kernels', 'models', 'nn')]\n"
+        "print([name for name in packages if name in sys.modules])\n",
         PYTHONPATH=str(Path(__file__).parents[2]),
     )
     name = {"jetrl_varlen"}
     assert run.stdout.strip().splitlines()[-3:] == [str(name), str(name), "[]"], run.stderr
 
 
-def test_a_failure_is_announced():
+def test_a_failure_to_load_is_printed():
     run = python(
         "import sys, types\n"
         "cpu = types.ModuleType('jetrl_verl.cpu_platform')\n"
@@ -79,7 +79,7 @@ def test_a_failure_is_announced():
     assert "ZeroDivisionError" in run.stderr
 
 
-def test_whoever_imports_hydra_for_other_reasons_is_not_stopped_by_a_failure():
+def test_a_failure_does_not_stop_other_users_of_hydra():
     run = python(
         "import sys, types\n"
         "import jetrl_verl.plugin\n"

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations that a precision does not support, composed as a user would, and their neighbours that are."""
+"""Configurations that a precision refuses, composed as by a user, and similar ones that it supports."""
 
 import copy
 import json
@@ -52,7 +52,7 @@ def check_accepted(overrides: tuple[str, ...]) -> None:
 
 
 def changed(overrides: tuple[str, ...], settings: dict):
-    """A composed configuration with settings that composition would have refused."""
+    """A composed configuration with settings that composition would refuse."""
     config = copy.deepcopy(composed(*overrides))
     for key, value in settings.items():
         OmegaConf.update(config, key, value, merge=False, force_add=True)
@@ -61,30 +61,30 @@ def changed(overrides: tuple[str, ...], settings: dict):
 
 # --- every row -------------------------------------------------------------------------------------------------------
 
-SETTINGS = [(tried, key) for tried in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in tried.keys]
+SETTINGS = [(entry, key) for entry in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in entry.keys]
 
 
-@pytest.mark.parametrize(("tried", "key"), SETTINGS, ids=[f"{tried.name}-{key}" for tried, key in SETTINGS])
-def test_a_setting_of_a_row_is_refused_with_its_message(tried, key):
-    check_accepted(tried.scope.example)
-    config = changed(tried.scope.example, {**tried.needs, key: tried.settings[key].example})
+@pytest.mark.parametrize(("entry", "key"), SETTINGS, ids=[f"{entry.name}-{key}" for entry, key in SETTINGS])
+def test_a_setting_of_a_row_is_refused_with_its_message(entry, key):
+    check_accepted(entry.scope.example)
+    config = changed(entry.scope.example, {**entry.needs, key: entry.settings[key].example})
     with pytest.raises(UnsupportedConfiguration) as refused:
         check_config(config)
-    words = next((met for met in tried.met(reader(config)) if met["key"] == key), None)
+    words = next((met for met in entry.met(reader(config)) if met["key"] == key), None)
     if words is None:  # compared with the precision's value where vLLM's arguments are put together
-        assert tried.name == "vllm_arguments"
-        words = {"key": key, "value": tried.settings[key].example}
-    assert str(refused.value) == tried.message(reader(config), **words)
+        assert entry.name == "vllm_arguments"
+        words = {"key": key, "value": entry.settings[key].example}
+    assert str(refused.value) == entry.message(reader(config), **words)
     assert SENTENCE.fullmatch(str(refused.value))
     assert str(refused.value).startswith(f"{key.replace('jetrl.precision', 'precision')}={words['value']} is not")
 
 
 @pytest.mark.parametrize(
-    ("tried", "key"), [(tried, key) for tried in SHARED_ROWS for key in tried.keys], ids=lambda value: str(value)[-40:]
+    ("entry", "key"), [(entry, key) for entry in SHARED_ROWS for key in entry.keys], ids=lambda value: str(value)[-40:]
 )
-def test_what_the_shared_operations_cannot_do_makes_auto_stock(tried, key, capsys):
+def test_auto_is_stock_where_shared_operations_lack_support(entry, key, capsys):
     operations._say.cache_clear()
-    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: tried.settings[key].example})
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: entry.settings[key].example})
     check_config(config)
     (clause,) = stock_because(reader(config))
     resolve_operations(config)
@@ -100,7 +100,7 @@ def test_what_the_shared_operations_cannot_do_makes_auto_stock(tried, key, capsy
         ("speculation", "speculative_config", {"method": "ngram"}),
     ],
 )
-def test_an_argument_of_vllm_given_as_json_is_read_like_the_mapping(name, argument, value):
+def test_a_vllm_argument_in_json_is_read_like_a_mapping(name, argument, value):
     example = row(name).scope.example
     messages = []
     for form in (value, json.dumps(value)):
@@ -138,7 +138,7 @@ SENTENCES = {
 
 
 @pytest.mark.parametrize("words", SENTENCES)
-def test_the_sentence_at_the_command_line(compose, words):
+def test_the_refusal_at_the_command_line(compose, words):
     with pytest.raises(ConfigCompositionException) as refused:
         compose(*words.split())
     assert str(refused.value) == SENTENCES[words]
@@ -157,7 +157,7 @@ def test_the_sentence_at_the_command_line(compose, words):
         ("fp8_rollout", {"rollout": "bf16"}, "bf16"),
     ],
 )
-def test_formats_that_another_precision_has_name_it(compose, precision, settings, other):
+def test_formats_of_another_precision_are_refused_with_its_name(compose, precision, settings, other):
     options = [f"jetrl.{name}={value}" for name, value in settings.items()]
     with pytest.raises(ConfigCompositionException) as refused:
         compose(f"precision={precision}", *options)
@@ -219,7 +219,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("precision", "overrides"), ACCEPTED)
-def test_accepted(compose, precision, overrides):
+def test_these_overrides_are_accepted(compose, precision, overrides):
     assert "jetrl" in compose(*precision.split(), *overrides.split())
 
 
@@ -234,7 +234,7 @@ def test_ulysses_is_supported_where_ranks_exchange_tokens(attention):
 
 
 @pytest.mark.parametrize("threshold", [0, -2.0, math.inf, math.nan, True, "2"], ids=repr)
-def test_weights_are_truncated_at_a_positive_number(threshold):
+def test_the_truncation_of_weights_is_a_positive_number(threshold):
     """At 0 every weight is 0, and below it every gradient points the other way."""
     key = f"{POLICY_LOSS}.is_threshold"
     with pytest.raises(UnsupportedConfiguration, match=re.escape(f"{key}=")):
@@ -243,7 +243,7 @@ def test_weights_are_truncated_at_a_positive_number(threshold):
         check_config(changed(("precision=qurl_fp8",), {key: positive}))
 
 
-def test_every_calibrated_loss_clips_several_updates_of_a_batch():
+def test_every_calibrated_loss_is_accepted_with_calibrated_clipping():
     from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 
     from jetrl_verl.algorithms import losses
@@ -253,14 +253,14 @@ def test_every_calibrated_loss_clips_several_updates_of_a_batch():
         check_config(changed(clipped, {LOSS: loss}))
     check_config(changed(clipped, {f"{ACTOR}.ppo_mini_batch_size": 1024, f"{ACTOR}.ppo_epochs": 2}))
     assert set(CALIBRATED_LOSSES) <= set(POLICY_LOSS_REGISTRY)
-    # The rows name a bound that importing would cost verl.
+    # The table has its own copy of the bound, since importing it would import verl.
     assert losses.UNTRUNCATED < algorithms._UNTRUNCATED < losses.UNTRUNCATED * 1.002
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
 
-def test_check_config_works_for_programs_too(compose):
+def test_programs_can_call_check_config(compose):
     config = compose(JET)
     check_config(config)
     OmegaConf.update(config, f"{ROLLOUT}.name", "sglang")

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl.operations`` on a machine that is played: what ``auto`` becomes and why, what ``shared`` is refused for."""
+"""``jetrl.operations`` on a simulated machine: what ``auto`` becomes and why, and when ``shared`` is refused."""
 
 import copy
 import json
@@ -43,7 +43,7 @@ def model(tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch, tmp_path_factory):
-    """A machine on which nothing stands against the shared operations; callable that changes its GPU."""
+    """A machine that supports the shared operations; callable that changes its GPU."""
     vllm = tmp_path_factory.mktemp("vllm")
     (vllm / "vllm_flash_attn").mkdir()
     (vllm / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so").touch()
@@ -63,7 +63,7 @@ def hopper(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def run(composed, capsys):
-    """Callable (settings) -> (operations after resolution, what was said)."""
+    """Callable (settings) -> (operations after resolution, stderr)."""
 
     def _run(settings: dict, operations: str = "auto") -> tuple[str, str]:
         config = copy.deepcopy(composed)
@@ -78,13 +78,13 @@ def run(composed, capsys):
     return _run
 
 
-def test_auto_is_shared_where_nothing_stands_against_it(hopper, run, model):
+def test_auto_is_shared_where_every_operation_is_supported(hopper, run, model):
     settings = {f"{MODEL}.path": model()}
     assert run(settings) == (
         "shared",
         "jetrl_verl: jetrl.operations=auto is shared, since the shared operations cover the whole job.\n",
     )
-    assert run(settings) == ("shared", "")  # Hydra composes twice before a run; once is said
+    assert run(settings) == ("shared", "")  # Hydra composes twice before a run; the line is printed once
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_auto_is_shared_where_nothing_stands_against_it(hopper, run, model):
     ],
     ids=str,
 )
-def test_what_only_parts_the_last_bits_does_not_stand_against_shared(hopper, run, model, settings):
+def test_auto_is_shared_where_only_the_last_bits_may_differ(hopper, run, model, settings):
     settings |= {f"{MODEL}.path": model()}
     assert run(settings)[0] == run(settings, "shared")[0] == "shared"
 
@@ -129,15 +129,16 @@ def test_another_gpu_and_a_cpu_make_auto_stock(hopper, run, model, monkeypatch):
     ],
     ids=str,
 )
-def test_a_configuration_that_the_job_overrides_makes_auto_stock(hopper, run, model, key, value, named):
-    operations, said = run({f"{MODEL}.path": model(num_hidden_layers=2), key: value})
+def test_auto_is_stock_where_the_job_overrides_the_model_config(hopper, run, model, key, value, named):
+    operations, stderr = run({f"{MODEL}.path": model(num_hidden_layers=2), key: value})
     assert (
-        operations == "stock" and f"since {key} overrides {named} of the model. Set jetrl.operations=shared if" in said
+        operations == "stock"
+        and f"since {key} overrides {named} of the model. Set jetrl.operations=shared if" in stderr
     )
 
 
 @pytest.mark.parametrize("node", [f"{MODEL}.override_config", f"{MODEL}.override_config.model_config"])
-def test_dropout_that_the_trainer_turns_off_is_no_obstacle(hopper, run, model, node):
+def test_auto_is_shared_where_the_trainer_turns_dropout_off(hopper, run, model, node):
     path = model(model_type="seed_oss", num_hidden_layers=2)
     published = {f"{MODEL}.path": path}
     assert run(published)[1].endswith(": the shared operations do not cover attention dropout.\n")
@@ -146,18 +147,18 @@ def test_dropout_that_the_trainer_turns_off_is_no_obstacle(hopper, run, model, n
     assert run(half | {f"{node}.residual_dropout": 0.0})[0] == "shared"
 
 
-def test_overrides_that_no_operation_reads_change_nothing(hopper, run, model):
+def test_overrides_that_no_operation_reads_keep_auto_shared(hopper, run, model):
     settings = {f"{MODEL}.path": model(num_hidden_layers=2)}
     settings |= {f"{MODEL}.override_config": {"attn_implementation": "sdpa", "attention_dropout": 0.0}}
     settings |= {f"{VLLM}.hf_overrides": {"max_position_embeddings": 4096}}
     assert run(settings)[0] == "shared"
 
 
-def test_a_model_that_is_missing_makes_auto_stock(hopper, run):
+def test_auto_is_stock_for_a_missing_model(hopper, run):
     assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 
-def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
+def test_trainer_and_vllm_get_the_drivers_choice(hopper, model):
     """Through Hydra, as a run gets it."""
     runnable = [f"{ROLLOUT}.name=vllm", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{MODEL}.path={model()}"]
     runnable += [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1"]
@@ -169,6 +170,6 @@ def test_trainer_and_vllm_get_the_word_that_the_driver_chose(hopper, model):
     assert vllm["hf_overrides"]["quantization_config"]["operations"] == "shared"
 
 
-def test_no_process_resolves_auto_for_itself():
+def test_only_the_driver_resolves_auto():
     with pytest.raises(UnsupportedConfiguration, match="Set jetrl.operations=shared or jetrl.operations=stock"):
         JetFSDPEngineConfig(jetrl=JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="auto"))

@@ -1,14 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the table of support that the machine or the model shows, and that the table is the only one of its kind.
-
-Rows that settings show: test_refusals_on_cpu.py.
-"""
+"""Rows of the table of support about the machine and the model; test_refusals_on_cpu.py has those about settings."""
 
 import ast
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,25 +79,25 @@ ELSEWHERE = {
 BELOW = {
     *("npu", "rocm", "patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("gpu_of_an_fp8_cache", "model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),
-    *(tried.name for tried in TABLE if tried.scope is AUTO),
+    *(entry.name for entry in TABLE if entry.scope is AUTO),
 }
 
 
 def test_each_row_about_the_machine_is_tested():
-    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE, *BELOW} == {tried.name for tried in MACHINE_ROWS}
+    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE, *BELOW} == {entry.name for entry in MACHINE_ROWS}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPPING])
 def test_a_model_is_refused_by_its_row(machine, name, capsys):
     options = JetConfig("jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip" if name in SKIPPING else "stop")
-    path, tried = machine(), row(name)
+    path, entry = machine(), row(name)
     environment.check_model(path, options, 1, shared_operations=True)
     machine({**MODELS, **SKIPPING}[name])
-    if tried.scope.stock:
+    if entry.scope.stock:
         environment.check_model(path, options, 1)
-    message = refused(environment.check_model, path, options, 1, shared_operations=tried.scope.stock)
-    assert message == refusal(name, precision="jet_fp8", what=f"{tried.what} {path}", why=reason(message))
-    if tried.scope.stock:
+    message = refused(environment.check_model, path, options, 1, shared_operations=entry.scope.stock)
+    assert message == refusal(name, precision="jet_fp8", what=f"{entry.what} {path}", why=reason(message))
+    if entry.scope.stock:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         resolve_operations(config)
         assert config.jetrl.operations == "stock" and reason(message) in capsys.readouterr().err
@@ -128,7 +124,7 @@ def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(machine
     assert message.endswith(f" {remedy}")
 
 
-def test_a_fork_that_a_needed_patch_cannot_be_applied_to_is_refused(monkeypatch):
+def test_a_fork_without_the_patched_function_is_refused(monkeypatch):
     from jetrl_verl import patches
     from jetrl_verl.patches.patch import CHANGED
 
@@ -189,7 +185,7 @@ def test_an_fp8_cache_on_another_gpu_is_refused(machine):
 
 
 @pytest.mark.parametrize("key", ULYSSES)
-def test_ranks_that_do_not_divide_the_heads_are_refused(machine, key):
+def test_ulysses_ranks_that_do_not_divide_the_heads_are_refused(machine, key):
     path = machine({"num_attention_heads": 12, "num_key_value_heads": 2})
     for ranks in (1, 2, 4, 6, 12):
         environment.check_ulysses(path, key, ranks, "jet_fp8")
@@ -201,7 +197,7 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(machine, key):
 
 
 @pytest.mark.parametrize("name", ["varlen_sliding_window", "varlen_dropout"])
-def test_what_our_attention_does_not_do_of_a_model_is_refused(machine, monkeypatch, name):
+def test_a_model_that_varlen_attention_does_not_support_is_refused(machine, monkeypatch, name):
     for check in ("check_versions", "check_patches", "check_gpu", "check_data"):
         monkeypatch.setattr(environment, check, lambda *_: None)
     slides = name == "varlen_sliding_window"
@@ -210,8 +206,8 @@ def test_what_our_attention_does_not_do_of_a_model_is_refused(machine, monkeypat
     def check(*further: str) -> None:
         environment.check_environment(changed((*settings, *further), {f"{MODEL}.path": path}))
 
-    said = ", whose layers attend to windows," if slides else " with attention_dropout=0.1"
-    assert refused(check) == refusal(name, what=f"the model {path}{said}")
+    why = ", whose layers attend to windows," if slides else " with attention_dropout=0.1"
+    assert refused(check) == refusal(name, what=f"the model {path}{why}")
     check(f"{ATTENTION}=sdpa")
     if not slides:
         check(f"+{MODEL}.override_config.attention_dropout=0.0")
@@ -219,8 +215,8 @@ def test_what_our_attention_does_not_do_of_a_model_is_refused(machine, monkeypat
     check()
 
 
-@pytest.mark.parametrize("name", [tried.name for tried in TABLE if tried.scope is AUTO])
-def test_what_the_driver_cannot_know_makes_auto_stock_and_refuses_nothing(machine, monkeypatch, name, capsys):
+@pytest.mark.parametrize("name", [entry.name for entry in TABLE if entry.scope is AUTO])
+def test_auto_is_stock_where_the_driver_cannot_check_the_workers(machine, monkeypatch, name, capsys):
     settings, why = {f"{MODEL}.path": machine()}, ""
     if name == "cpu":
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
@@ -247,37 +243,17 @@ PACKAGE = ROOT / "jetrl_verl"
 
 
 def modules() -> list[Path]:
-    """Every module of the package but those of config/, which has the table."""
+    """Every module of the package outside config/, which has the table."""
     files = [Path(folder, file) for folder, _, names in os.walk(PACKAGE, followlinks=True) for file in names]
     return [path for path in files if path.suffix == ".py" and PACKAGE / "config" not in path.parents]
-
-
-def texts(tree: ast.AST) -> Iterator[str]:
-    """Every string in a file that is no docstring; of an f-string its fixed parts, ``*`` for the rest."""
-    inside = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.JoinedStr):
-            inside |= {id(part) for part in node.values}
-            yield "".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
-            yield node.value
-
-
-def test_no_sentence_of_what_is_not_supported_stands_outside_of_the_table():
-    for path in modules():
-        for text in texts(ast.parse(path.read_text())):
-            assert "not supported with" not in text, f"{path}: {text}"
 
 
 WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
 """Arguments of ``refusal``; None stands for ``**words``."""
 
 
-def test_code_asks_rows_that_exist_and_each_row_of_a_worker_or_a_command_is_asked():
-    names, asked = {tried.name for tried in TABLE}, set()
+def test_code_refuses_by_existing_rows_and_uses_each():
+    names, used = {entry.name for entry in TABLE}, set()
     assert len(names) == len(TABLE)
     for path in (*modules(), *PACKAGE.glob("config/*.py")):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
@@ -285,13 +261,13 @@ def test_code_asks_rows_that_exist_and_each_row_of_a_worker_or_a_command_is_aske
             place = {"refuse": 0, "refusal": 0, "UnsupportedLayer": 1, "UnsupportedOperation": 1}.get(called)
             if place is not None and path.parent.name != "support":
                 assert len(call.args) > place, f"{path}:{call.lineno} names no row"
-                asked |= {node.value for node in [call.args[place]] if isinstance(node, ast.Constant)}
+                used |= {node.value for node in [call.args[place]] if isinstance(node, ast.Constant)}
                 if place == 0:
                     assert {keyword.arg for keyword in call.keywords} <= WORDS, f"{path}:{call.lineno}"
-    assert asked <= names
-    by_value = {tried.name for tried in WORKER_ROWS if tried.name not in asked}
-    assert by_value == set() and {tried.name for tried in COMMAND_ROWS} <= asked
+    assert used <= names
+    by_value = {entry.name for entry in WORKER_ROWS if entry.name not in used}
+    assert by_value == set() and {entry.name for entry in COMMAND_ROWS} <= used
 
 
-def test_the_documentation_is_the_table():
+def test_the_page_of_support_is_generated_from_the_table():
     assert support_page.PAGE.read_text() == support_page.document(), "run python scripts/support_page.py"

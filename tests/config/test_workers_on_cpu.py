@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the driver asks each node before an actor takes a GPU, and what it says of the answers.
+"""The driver's check of each node before an actor gets a GPU, and its messages.
 
-That a worker without the plugin stops a real driver is shown in tests/config/test_command_line_on_cpu.py.
-"""
+test_command_line_on_cpu.py stops a real driver whose workers lack the plugin."""
 
 import re
 from dataclasses import replace
@@ -21,9 +20,8 @@ JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")
 
 
 def worker(**changes) -> dict:
-    """What the probe finds on a node like this one."""
-    answer = _probe()()
-    return answer | changes
+    """The probe's answer on a node like this one, with changes."""
+    return _probe()() | changes
 
 
 @pytest.mark.parametrize(
@@ -40,22 +38,22 @@ def worker(**changes) -> dict:
         ),
     ],
 )
-def test_a_node_that_cannot_take_part_is_named_with_its_reason(changes, sentence):
+def test_an_unsupported_node_is_named_with_its_reason(changes, sentence):
     assert re.search(sentence, complaint_about(worker(**changes)))
 
 
 @pytest.mark.parametrize("changes", [{}, {"vllm_plugins_filter": "other,jetrl"}, {"capabilities": [(9, 0)]}])
-def test_a_node_like_this_one_takes_part(changes):
+def test_a_node_like_this_one_is_accepted(changes):
     assert complaint_about(worker(**changes)) == ""
 
 
 @pytest.mark.parametrize("capabilities", [[(8, 9)], [(9, 0), (10, 0)]])
-def test_a_gpu_without_the_shared_operations_is_named_where_the_job_shares_them(capabilities):
-    found = worker(capabilities=capabilities)
-    assert complaint_about(found, JET) == ""
+def test_a_gpu_without_shared_operations_is_named_if_the_job_needs_them(capabilities):
+    answer = worker(capabilities=capabilities)
+    assert complaint_about(answer, JET) == ""
     use = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
-    said = complaint_about(found, replace(JET, operations="shared"))
-    assert said.endswith(f"not supported with jetrl.operations=shared: FlashAttention 3 needs 9.0. {use}")
+    complaint = complaint_about(answer, replace(JET, operations="shared"))
+    assert complaint.endswith(f"not supported with jetrl.operations=shared: FlashAttention 3 needs 9.0. {use}")
 
 
 def test_nodes_of_hopper_gpus_without_kernels_are_found():
@@ -68,32 +66,32 @@ def test_nodes_of_hopper_gpus_without_kernels_are_found():
     assert without_kernels(nodes) == ["10.0.0.1"]
 
 
-def test_the_probe_looks_where_the_library_is_loaded_from():
+def test_the_probe_looks_for_the_library_that_is_loaded():
     assert worker()["kernels"] == native.library_path().is_file()
 
 
 @pytest.mark.parametrize(
-    ("options", "says", "remedy"),
+    ("options", "slowdown", "remedy"),
     [
         (JET, f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed", "jetrl.backward=bf16"),
         (JetConfig("jet_fp8", train="fp8", rollout="fp8", backward="bf16"), "CUTLASS kernel", "make wheel"),
         (JetConfig("fp8_rollout", train="bf16", rollout="fp8"), "CUTLASS kernel", "make wheel"),
     ],
 )
-def test_the_line_says_the_price_and_what_to_do(options, says, remedy):
+def test_the_note_on_missing_kernels_names_slowdown_and_remedy(options, slowdown, remedy):
     line = missing(options, ["10.0.0.1", "10.0.0.5"])
-    assert says in line and remedy in line and "10.0.0.1, 10.0.0.5" in line and "\n" not in line
+    assert slowdown in line and remedy in line and "10.0.0.1, 10.0.0.5" in line and "\n" not in line
     assert ("jetrl.backward" in line) == (options == JET)
     assert missing(options, []) == ""
 
 
-def test_a_job_that_calls_no_such_kernel_hears_nothing():
+def test_a_job_without_these_kernels_gets_no_note():
     assert missing(JetConfig("int8_rollout", train="bf16", rollout="int8"), ["10.0.0.1"]) == ""
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_the_driver_says_it_once_after_every_node_has_answered(kernels, monkeypatch, capsys):
-    """A cluster of two nodes, played: what Ray would bring back is given, everything of ours runs."""
+def test_the_driver_prints_the_note_once_for_all_nodes(kernels, monkeypatch, capsys):
+    """A simulated cluster of two nodes: Ray's answers are fixed, the plugin's code is real."""
     answer = worker(capabilities=[(9, 0)], kernels=kernels)
     calls = SimpleNamespace(
         remote=lambda **options: (
@@ -110,8 +108,8 @@ def test_the_driver_says_it_once_after_every_node_has_answered(kernels, monkeypa
         "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda node, soft: (node, soft)
     )
     check_workers(JET)
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == (0 if kernels else 1)
-    assert kernels or "on a, b:" in said[0]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == (0 if kernels else 1)
+    assert kernels or "on a, b:" in lines[0]
     check_workers()
     assert capsys.readouterr().err == ""

@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``words``: what a recipe's script says to verl.
+"""``words``: the overrides that a recipe's script passes to verl.
 
-A script is run for real, with an interpreter that prints its arguments instead of training; so nothing here repeats
-what a script passes.
-"""
+The script runs with an interpreter that prints its arguments instead of training."""
 
 import os
 import subprocess
@@ -19,7 +17,7 @@ from recipe_cases import PRINTER, RECIPES, SETTINGS
 def words(tmp_path, monkeypatch) -> Callable[..., list[str]]:
     """Callable ``(script, *arguments, status=0, **settings) -> overrides`` that the script passes to verl.
 
-    With ``status`` other than 0, the sentence on stderr of a script that must end with it.
+    With ``status`` other than 0, the stderr of a script that must end with it.
     """
     for name in SETTINGS:
         monkeypatch.delenv(name, raising=False)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the recipe tests know: where recipes are, which variables their scripts read, one raw record per data set."""
+"""Data of the recipe tests: variables that the scripts read, one raw record per data set."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ SETTINGS = (
     "STAGE", "TP",
 )
 # fmt: on
-"""Variables that the scripts read; a test sees none of the developer's."""
+"""Variables that the scripts read; tests unset the developer's."""
 
 PRINTER = """#!/usr/bin/env bash
 [[ $1 == -m ]] || exit "${FAKE_STATUS:-0}"
@@ -22,8 +22,7 @@ shift
 printf '%s\\0' "$@"
 """
 
-# One record of each data set as its raw file has it, checked against the data sets' cards and public code that reads
-# them; the problems are made up.
+# One record of each data set in the format of its raw file, after the data sets' cards; the problems are made up.
 RAW_RECORDS = {
     "gsm8k": {
         "question": "Ann has 3 boxes of 1,000 pens. She buys 2 more. How many pens has she?",

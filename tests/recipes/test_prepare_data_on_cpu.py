@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Data preparation on one record of every raw format: what verl then reads, and what a file that is not it is told."""
+"""Data preparation on one record of every raw format: the rows that verl reads, and refusals of unusable files."""
 
 import gzip
 import importlib
@@ -76,7 +76,7 @@ def rows(path) -> list[dict]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
-def test_no_source_is_left_out():
+def test_every_source_is_tested_and_used():
     named = {name for name, value in vars(sources).items() if isinstance(value, sources.Source)}
     assert named == set(EXPECTED)
     used = [source for recipe in RECIPES for source in splits(recipe).values()]
@@ -103,7 +103,7 @@ def test_every_source_is_read_from_every_raw_format(tmp_path, name, file):
     }
 
 
-def test_the_raw_order_is_kept_and_the_same_file_gives_the_same_bytes(tmp_path):
+def test_preparation_keeps_the_order_and_is_reproducible(tmp_path):
     records = [{"question": f"{i}?", "answer": f"#### {i}"} for i in range(2500)]
     raw = write_jsonl(tmp_path / "train.jsonl", records)
     outputs = [tmp_path / name / "train.parquet" for name in ("first", "second")]
@@ -116,7 +116,7 @@ def test_the_raw_order_is_kept_and_the_same_file_gives_the_same_bytes(tmp_path):
     assert {path.name for path in outputs[0].parent.iterdir()} == {"train.parquet"}
 
 
-def test_repeated_problems_of_dapo_are_kept_once_and_of_the_others_as_they_are(tmp_path):
+def test_only_dapo_drops_repeated_problems(tmp_path):
     def dapo(i: int) -> dict:
         turn = {**RAW_RECORDS["dapo"]["prompt"][0], "content": f"problem {i}"}
         return {**RAW_RECORDS["dapo"], "prompt": [turn], "reward_model": {"ground_truth": str(i), "style": ""}}
@@ -140,7 +140,7 @@ def test_repeated_problems_of_dapo_are_kept_once_and_of_the_others_as_they_are(t
         ("DAPO_MATH", {"prompt": "1+1?", "reward_model": {}}, "is not one user turn with a reward_model.ground_truth"),
     ],
 )
-def test_a_wrong_record_is_named(tmp_path, source, record, complaint):
+def test_an_invalid_record_is_named(tmp_path, source, record, complaint):
     raw = write_jsonl(tmp_path / "raw.jsonl", [record])
     source = getattr(sources, source)
     with pytest.raises(PrepareError) as refused:
@@ -157,7 +157,7 @@ def refusal(raw, output) -> str:
     return sentence
 
 
-def test_a_file_that_is_not_it_is_refused(tmp_path):
+def test_an_unusable_raw_file_is_refused(tmp_path):
     output = tmp_path / "out.parquet"
     assert refusal(tmp_path / "none.jsonl", output).endswith("none.jsonl does not exist; check the path")
 
@@ -181,7 +181,7 @@ def test_a_file_that_is_not_it_is_refused(tmp_path):
     assert rows(own) == [RAW_RECORDS["gsm8k"]]
 
 
-def test_without_a_network_the_hubs_refusal_names_the_way_out(tmp_path, monkeypatch):
+def test_without_a_network_the_error_names_the_local_options(tmp_path, monkeypatch):
     def offline(*arguments, **options):
         raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub")
 
@@ -192,16 +192,16 @@ def test_without_a_network_the_hubs_refusal_names_the_way_out(tmp_path, monkeypa
     )
 
 
-def test_the_hub_is_asked_for_the_published_split(tmp_path, monkeypatch):
-    asked = []
+def test_the_published_split_is_loaded_from_the_hub(tmp_path, monkeypatch):
+    calls = []
 
     def load(*arguments, **options):
-        asked.append((arguments, options))
+        calls.append((arguments, options))
         return datasets.Dataset.from_list([RAW_RECORDS["gsm8k"]])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert prepare(sources.GSM8K_TEST, tmp_path / "test.parquet") == 1
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"})]
+    assert calls == [(("openai/gsm8k", "main"), {"split": "test"})]
 
 
 @pytest.fixture
@@ -234,8 +234,8 @@ RAW_OF_SPLIT = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_prepared_from_a_folder_and_verl_reads_it(command, tmp_path, recipe, cached_tokenizer):
-    """verl concatenates the files of a list, so all of them have one schema."""
+def test_verl_reads_the_prepared_data_of_a_recipe(command, tmp_path, recipe, cached_tokenizer):
+    """verl concatenates files, so all have one schema."""
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
@@ -244,9 +244,9 @@ def test_a_recipe_is_prepared_from_a_folder_and_verl_reads_it(command, tmp_path,
     for name in splits(recipe):
         record = RAW_OF_SPLIT.get(name) or ("dapo" if recipe == "dapo" else "aime_2024")
         write_jsonl(raw / f"{name}.jsonl", [RAW_RECORDS[record]])
-    status, said, _ = command(recipe, "--local-dir", raw, "--out", out)
+    status, output, _ = command(recipe, "--local-dir", raw, "--out", out)
     assert status == 0
-    assert said.splitlines() == [f"{out / name}.parquet: 1 problems" for name in splits(recipe)]
+    assert output.splitlines() == [f"{out / name}.parquet: 1 problems" for name in splits(recipe)]
     files = [str(out / f"{name}.parquet") for name in splits(recipe)]
     assert all(pyarrow.parquet.read_schema(file).equals(SCHEMA) for file in files)
 
@@ -287,7 +287,7 @@ def test_one_split_is_prepared_from_one_file(command, tmp_path):
         ),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(command, tmp_path, arguments, sentence):
-    status, said, complaint = command("gsm8k", "--out", tmp_path, *arguments)
-    assert (status, said) == (1, "")
-    assert complaint.startswith(f"error: {sentence}") and complaint.count("\n") == 1
+def test_an_invalid_argument_is_one_sentence(command, tmp_path, arguments, sentence):
+    status, output, error = command("gsm8k", "--out", tmp_path, *arguments)
+    assert (status, output) == (1, "")
+    assert error.startswith(f"error: {sentence}") and error.count("\n") == 1

@@ -1,11 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes for real: their own data preparation and their own scripts take two steps on this machine's CPU.
+"""Recipes end to end: data preparation and scripts run two steps on a CPU, in ``make test-all``.
 
-The policy has the family and the layers' shape of the recipe's, at a million random parameters, so hardly an answer is
-right; an entropy bonus gives the steps a gradient. What else a run overrides is a size, what the demo overrides on a
-CPU, and the reference policy, which needs a GPU. All of them are in ``make test-all``.
-"""
+The policy is random with the recipe's family, so hardly an answer is right; an entropy bonus gives a gradient."""
 
 import copy
 import json
@@ -44,7 +41,7 @@ SIZES = (
     "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
     "actor_rollout_ref.rollout.n=2",
     "actor_rollout_ref.rollout.val_kwargs.n=1",
-    # verl's FSDP2 keeps a reference policy in pinned memory, which takes a GPU driver.
+    # verl's FSDP2 keeps a reference policy in pinned memory, which needs a GPU driver.
     "actor_rollout_ref.actor.use_kl_loss=False",
     "trainer.val_before_train=False",
     f"trainer.test_freq={STEPS}",
@@ -55,7 +52,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Case:
-    """A recipe's script and what makes it small.
+    """A recipe's script and the settings that make it small.
 
     Attributes:
         family: of the policy. raw: split -> its record in ``RAW_RECORDS``. metric: accuracy that a validation writes.
@@ -77,7 +74,7 @@ class Case:
 GSM8K_MATH = {"gsm8k_train": "gsm8k", "math_train": "math", "gsm8k_test": "gsm8k", "math_500": "math_500"}
 DAPO = {"dapo_math_17k": "dapo", "aime_2024": "dapo"}
 ONE_PROCESS = {"TP": "1", "SP": "1", "OFFLOAD": "False"}
-# No answer is right, so what tells the responses of a group apart is their length, by the overlong penalty.
+# No answer is right; the overlong penalty makes rewards within a group differ by length.
 BY_LENGTH = (
     "actor_rollout_ref.rollout.n=4",
     "algorithm.filter_groups.metric=reward",
@@ -104,7 +101,7 @@ CASES = {
         GSM8K_MATH,
         MATH,
         {"OFFLOAD": "False"},
-        # What a Hopper GPU makes of `auto`; a CPU's `stock` runs no mixture.
+        # `auto` on a Hopper GPU; on a CPU it is stock, which does not support a mixture.
         ("jetrl.operations=shared",),
     ),
     "paper-llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
@@ -121,7 +118,7 @@ RUNS = [("gsm8k", "jet_fp8"), ("gsm8k", "bf16"), *((name, "jet_fp8") for name in
 
 
 def varied(record: dict[str, Any], number: int) -> dict[str, Any]:
-    """The record with another question, since data preparation drops what it has seen."""
+    """The record with another question, since data preparation drops duplicates."""
     record = copy.deepcopy(record)
     for key in {"question", "problem"} & record.keys():
         record[key] = f"{number}: {record[key]}"
@@ -139,7 +136,7 @@ def write_raw(case: Case, folder: Path) -> None:
 
 
 def write_policy(family: str, folder: Path) -> None:
-    """Two layers of the family's own class, two heads of 128 over one key/value head."""
+    """Two layers of the family's class, two heads of 128 over one key/value head."""
     tokenizer = build_tokenizer()
     config_class, model_class = FAMILIES[family]
     config = config_class(
@@ -210,8 +207,8 @@ def test_a_recipe_takes_two_steps_on_a_cpu(name, precision, tmp_path):
         assert 0 < step["actor/grad_norm"] < math.inf
         assert math.isfinite(step["rollout_corr/k3_kl"])
         assert -2 <= step["critic/score/mean"] <= 1
-    found = [value for key, value in steps[-1].items() if key.startswith(f"val-core/{case.metric}/acc/mean")]
-    assert len(found) == 1 and 0 <= found[0] <= 1
+    accuracies = [value for key, value in steps[-1].items() if key.startswith(f"val-core/{case.metric}/acc/mean")]
+    assert len(accuracies) == 1 and 0 <= accuracies[0] <= 1
     if precision != "bf16":
         digests = re.findall(r"jetrl weight sync: loaded in .* held in .* live digest (0x\w+)", log)
         assert len(digests) == len(set(digests)) == STEPS + 1, "both sides hold the same weights, each step moves them"

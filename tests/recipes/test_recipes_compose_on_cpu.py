@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every recipe under every precision, as its script says it, composes into a config that verl accepts."""
+"""The script of every recipe composes under every precision into a config that verl accepts."""
 
 import json
 from dataclasses import replace
@@ -54,7 +54,7 @@ SHAPES = {
 MIXTURES = {
     "Qwen/Qwen3-30B-A3B-Base": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
 }
-"""What that of a mixture says besides: experts, experts of a token, width of one."""
+"""Further fields of a mixture's config.json."""
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,10 @@ def stock(compose):
 
 
 @pytest.fixture
-def said(words, tmp_path):
+def recipe_words(words, tmp_path):
     """Callable ``(script, precision, settings, *arguments) -> overrides``; a later stage finds the one before it."""
 
-    def say(script: str, precision: str, settings: dict[str, str], *arguments: str) -> list[str]:
+    def run(script: str, precision: str, settings: dict[str, str], *arguments: str) -> list[str]:
         for stage in ("8k_{}/global_step_1040", "16k_{}/global_step_480"):
             folder = stage.format(precision).replace("_", "-", 1)
             (tmp_path / f"out/jetrl_deepscaler/r1_distill_qwen_1_5b_{folder}/actor/huggingface").mkdir(
@@ -81,10 +81,10 @@ def said(words, tmp_path):
             )
         return words(script, *arguments, PRECISION=precision, **settings)
 
-    return say
+    return run
 
 
-def test_no_recipe_is_left_out():
+def test_every_recipe_is_composed():
     scripts = {str(path.relative_to(RECIPES)) for path in RECIPES.glob("*/run_*.sh")}
     assert scripts == set(VARIANTS)
 
@@ -96,12 +96,12 @@ UNDER = [
     if settings == VARIANTS[script][0] or precision in ("jet_fp8", "jet_fp8_exact", "bf16_shared")
 ]
 """A script's first variant under every precision, the others under the main ones: the words of a precision are the same
-for all of them (test_the_precision_is_all_that_differs)."""
+for all of them (test_precisions_differ_in_nothing_else)."""
 
 
 @pytest.mark.parametrize(("script", "settings", "precision"), UNDER)
-def test_every_recipe_composes_under_every_precision(said, compose, stock, script, settings, precision):
-    config = compose(said(script, precision, settings))
+def test_every_recipe_composes_under_every_precision(recipe_words, compose, stock, script, settings, precision):
+    config = compose(recipe_words(script, precision, settings))
     assert OmegaConf.select(config, "jetrl.precision") == (None if precision == "bf16" else precision)
     assert config.trainer.use_v1
     # verl still composes the keys of the trainer before v1 and migrates or ignores them without a word.
@@ -118,8 +118,8 @@ def test_every_recipe_composes_under_every_precision(said, compose, stock, scrip
 
 
 @pytest.mark.parametrize(("script", "settings"), CASES, ids=IDS)
-def test_the_precision_is_all_that_differs(said, script, settings):
-    runs = {precision: said(script, precision, settings) for precision in PRECISIONS}
+def test_precisions_differ_in_nothing_else(recipe_words, script, settings):
+    runs = {precision: recipe_words(script, precision, settings) for precision in PRECISIONS}
     assert {tuple(word.replace(precision, "P") for word in run) for precision, run in runs.items()} == {
         tuple(word.replace("jet_fp8", "P") for word in runs["jet_fp8"])
     }
@@ -141,10 +141,10 @@ def published(path: str) -> dict:
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, script):
+def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(recipe_words, compose, script):
     model = None
     for settings in VARIANTS[script]:
-        config = compose(said(script, "jet_fp8", settings))
+        config = compose(recipe_words(script, "jet_fp8", settings))
         # A stage that goes on from another one's checkpoint has its model.
         model = model or published(config.actor_rollout_ref.model.path)
         plans = plan_linears(model, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
@@ -152,14 +152,14 @@ def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(said, compose, scrip
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "bf16"])
-def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(said, compose, tmp_path, precision):
+def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(recipe_words, compose, tmp_path, precision):
     """As the driver does before it starts Ray: with the model's folder in hand."""
     name = "Qwen/Qwen3-30B-A3B-Base"
     (tmp_path / "config.json").write_text(json.dumps(published(name) | {"hidden_act": "silu"}))
     save_file({"any": np.zeros(1)}, tmp_path / "model.safetensors")
-    config = compose(said("qwen3_moe/run_qwen3_30b_a3b_base.sh", precision, {"MODEL_PATH": str(tmp_path)}))
+    config = compose(recipe_words("qwen3_moe/run_qwen3_30b_a3b_base.sh", precision, {"MODEL_PATH": str(tmp_path)}))
     options = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
-    shared = options.train == "fp8"  # `auto` is shared where a Hopper GPU is, which this machine has not
+    shared = options.train == "fp8"  # what `auto` is on a Hopper GPU
 
     def check(tp: int) -> None:
         options_here = replace(options, operations="shared") if shared else options
@@ -178,8 +178,8 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(said, comp
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_sequences_are_packed_without_flash_attention_by_default(said, compose, script):
-    config = compose(said(script, "jet_fp8", {**VARIANTS[script][0], "FAKE_STATUS": "1"}))
+def test_sequences_are_packed_without_flash_attention_by_default(recipe_words, compose, script):
+    config = compose(recipe_words(script, "jet_fp8", {**VARIANTS[script][0], "FAKE_STATUS": "1"}))
     model = config.actor_rollout_ref.model
     assert model.override_config.attn_implementation == JETRL_ATTENTION and model.use_remove_padding
     ranks = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}
@@ -187,15 +187,15 @@ def test_sequences_are_packed_without_flash_attention_by_default(said, compose, 
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_flash_attention_is_verls_own(said, compose, script):
-    model = compose(said(script, "bf16", {**VARIANTS[script][0], "ATTENTION": "flash_attention_2"}))
+def test_flash_attention_is_verls_own(recipe_words, compose, script):
+    model = compose(recipe_words(script, "bf16", {**VARIANTS[script][0], "ATTENTION": "flash_attention_2"}))
     model = model.actor_rollout_ref.model
     assert "attn_implementation" not in (model.override_config or {}) and model.use_remove_padding
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_sdpa_pads_and_turns_off_sequence_parallelism(said, compose, script):
-    config = compose(said(script, "jet_fp8", {**VARIANTS[script][0], "ATTENTION": "sdpa"}))
+def test_sdpa_pads_and_turns_off_sequence_parallelism(recipe_words, compose, script):
+    config = compose(recipe_words(script, "jet_fp8", {**VARIANTS[script][0], "ATTENTION": "sdpa"}))
     model = config.actor_rollout_ref.model
     assert model.override_config.attn_implementation == "sdpa" and not model.use_remove_padding
     assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == 1
@@ -203,43 +203,43 @@ def test_sdpa_pads_and_turns_off_sequence_parallelism(said, compose, script):
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_the_users_words_win(said, compose, script):
+def test_the_users_overrides_win(recipe_words, compose, script):
     words = ("actor_rollout_ref.rollout.n=3", "trainer.nnodes=2", "trainer.logger=[console]")
-    config = compose(said(script, "jet_fp8", VARIANTS[script][0], *words))
+    config = compose(recipe_words(script, "jet_fp8", VARIANTS[script][0], *words))
     assert config.actor_rollout_ref.rollout.n == 3 and config.trainer.nnodes == 2
     assert config.trainer.logger == ["console"]
 
 
 @pytest.mark.parametrize("word", ["precision=bf16", "+precision=bf16", "++precision=bf16", "~precision"])
-def test_the_precision_is_not_chosen_by_a_further_word(words, word):
-    said = words("gsm8k/run_qwen3_8b.sh", word, status=1, PRECISION="jet_fp8")
-    assert said == f"error: {word} would leave the run named after jet_fp8; set PRECISION=bf16\n"
+def test_an_override_of_the_precision_is_refused(words, word):
+    error = words("gsm8k/run_qwen3_8b.sh", word, status=1, PRECISION="jet_fp8")
+    assert error == f"error: {word} would leave the run named after jet_fp8; set PRECISION=bf16\n"
 
 
-def test_a_further_word_for_the_same_precision_is_what_compare_says(said, compose):
+def test_an_override_with_the_same_precision_is_accepted(recipe_words, compose):
     """It passes the precision of a run to every command both ways."""
-    config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {}, "precision=jet_fp8"))
+    config = compose(recipe_words("gsm8k/run_qwen3_8b.sh", "jet_fp8", {}, "precision=jet_fp8"))
     assert config.jetrl.precision == "jet_fp8" and config.trainer.experiment_name == "qwen3_8b-jet_fp8"
 
 
-def test_machines_come_from_variables_and_metrics_travel_to_the_process_that_writes_them(said, compose, tmp_path):
-    config = compose(said("gsm8k/run_qwen3_8b.sh", "jet_fp8", {"NNODES": "3", "GPUS_PER_NODE": "4"}))
+def test_machines_and_the_metrics_file_are_set_by_variables(recipe_words, compose, tmp_path):
+    config = compose(recipe_words("gsm8k/run_qwen3_8b.sh", "jet_fp8", {"NNODES": "3", "GPUS_PER_NODE": "4"}))
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (3, 4)
     metrics = str(tmp_path / "out/metrics.jsonl")
     assert config.ray_kwargs.ray_init.runtime_env.env_vars == {"VERL_FILE_LOGGER_PATH": metrics}
 
 
-def test_paths_with_spaces_survive(said, compose, tmp_path):
+def test_paths_with_spaces_are_quoted(recipe_words, compose, tmp_path):
     folders = {"DATA": "/data of mine/gsm8k", "OUT": str(tmp_path / "my out")}
-    config = compose(said("gsm8k/run_qwen3_8b.sh", "bf16", folders))
+    config = compose(recipe_words("gsm8k/run_qwen3_8b.sh", "bf16", folders))
     assert config.data.train_files == ["/data of mine/gsm8k/train.parquet"]
     assert config.trainer.default_local_dir == str(tmp_path / "my out/jetrl_gsm8k/qwen3_8b-bf16")
 
 
 @pytest.mark.parametrize("precision", ["bf16", "jet_fp8_exact"])
-def test_each_deepscaler_stage_starts_from_what_the_one_before_it_writes_last(said, compose, precision):
+def test_each_deepscaler_stage_starts_from_the_last_checkpoint_of_the_previous(recipe_words, compose, precision):
     stages = [
-        compose(said("deepscaler/run_r1_distill_qwen_1_5b.sh", precision, {"STAGE": stage}))
+        compose(recipe_words("deepscaler/run_r1_distill_qwen_1_5b.sh", precision, {"STAGE": stage}))
         for stage in ("8k", "16k", "24k")
     ]
     for former, later in zip(stages, stages[1:]):
@@ -255,10 +255,10 @@ def test_each_deepscaler_stage_starts_from_what_the_one_before_it_writes_last(sa
     assert [stage.trainer.total_training_steps for stage in stages][:2] == [1040, 1520 - 1040]
 
 
-def test_a_stage_without_the_one_before_it_says_so(words, tmp_path):
-    said = words("deepscaler/run_r1_distill_qwen_1_5b.sh", status=1, STAGE="16k")
+def test_a_stage_without_the_previous_one_is_refused(words, tmp_path):
+    error = words("deepscaler/run_r1_distill_qwen_1_5b.sh", status=1, STAGE="16k")
     folder = tmp_path / "out/jetrl_deepscaler/r1_distill_qwen_1_5b_8k-jet_fp8/global_step_1040/actor/huggingface"
-    assert said == (
+    assert error == (
         f"error: stage 8k left no policy in {folder}; run STAGE=8k to its end or name a model with MODEL_PATH\n"
     )
     assert words("deepscaler/run_r1_distill_qwen_1_5b.sh", STAGE="16k", MODEL_PATH="/some/model")
@@ -278,13 +278,13 @@ def test_a_stage_without_the_one_before_it_says_so(words, tmp_path):
         ("jetrl_paper/run_qwen2_5_7b.sh", {"RESPONSE": "4k"}, "RESPONSE=4k is unknown; use 8k or 16k"),
     ],
 )
-def test_a_wrong_setting_is_one_sentence(words, script, settings, sentence):
-    said = words(script, status=1, **settings)
-    assert said.startswith(f"error: {sentence}") and said.count("\n") == 1
+def test_an_unknown_setting_is_one_sentence(words, script, settings, sentence):
+    error = words(script, status=1, **settings)
+    assert error.startswith(f"error: {sentence}") and error.count("\n") == 1
 
 
-def test_the_base_llama_gets_a_chat_template(said, compose):
-    config = compose(said("jetrl_paper/run_llama3_1_8b.sh", "jet_fp8", {}))
+def test_the_base_llama_gets_a_chat_template(recipe_words, compose):
+    config = compose(recipe_words("jetrl_paper/run_llama3_1_8b.sh", "jet_fp8", {}))
     from jinja2 import Template
 
     template = Template(config.actor_rollout_ref.model.custom_chat_template)
@@ -301,9 +301,9 @@ GRADED = {
 
 
 @pytest.mark.parametrize("script", GRADED)
-def test_verl_builds_the_recipes_reward(said, compose, script):
+def test_verl_builds_the_recipes_reward(recipe_words, compose, script):
     """As its reward workers do: the manager by name, the function by path."""
-    config = compose(said(script, "jet_fp8", VARIANTS[script][0]))
+    config = compose(recipe_words(script, "jet_fp8", VARIANTS[script][0]))
     manager = load_reward_manager(config, tokenizer=None)
     data_source, response, truth = GRADED[script]
     score = manager.compute_score(data_source=data_source, solution_str=response, ground_truth=truth)

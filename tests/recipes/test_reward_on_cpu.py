@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The reward that the recipes bring: right, wrong and garbage answers of every source, in bounded time."""
+"""The recipes' reward: right, wrong and garbage answers of every source, in bounded time."""
 
 import importlib.util
 import os
@@ -73,21 +73,21 @@ def test_an_unknown_source_is_refused_by_verl_and_not_scored(reward):
 @pytest.mark.parametrize(
     "answer", ["9^{9^{9^{9^{9}}}}", "(10^{10})!", "\\sum_{n=1}^{10^{12}} \\sin(n)", "(" * 200 + "3" + ")" * 200]
 )
-def test_an_answer_that_takes_for_ever_is_wrong_in_seconds(reward, answer):
+def test_an_answer_without_end_is_wrong_in_seconds(reward, answer):
     started = time.monotonic()
     assert reward.compute_score(DEEPMATH, f"\\boxed{{{answer}}}", "4") == 0.0
     assert time.monotonic() - started < reward.KILL_SECONDS
     assert reward.compute_score(DEEPMATH, "\\boxed{8/2}", "4") == 1.0
 
 
-def test_a_response_of_a_million_characters_is_read_at_once(reward):
+def test_a_response_of_a_million_characters_is_graded_in_seconds(reward):
     started = time.monotonic()
     assert reward.compute_score(DEEPSCALER, "\\boxed{1+" * 100_000 + "</think> \\boxed{8/2}", "4") == 1.0
     assert reward.compute_score(DEEPMATH, f"\\boxed{{{'1+' * 500_000}1}}", "500001") == 0.0  # longer than any answer
     assert time.monotonic() - started < 2
 
 
-def test_a_comparison_that_hangs_is_killed_and_counts_as_wrong_alone(reward, monkeypatch):
+def test_a_hung_comparison_is_killed_and_only_its_answer_is_wrong(reward, monkeypatch):
     assert reward.compute_score(DEEPMATH, "\\boxed{8/2}", "4") == 1.0
     hung = reward._IDLE.queue[-1]._process
     os.kill(hung.pid, signal.SIGSTOP)  # deaf to its own alarm, as in a long loop of C
@@ -98,7 +98,7 @@ def test_a_comparison_that_hangs_is_killed_and_counts_as_wrong_alone(reward, mon
     assert reward.compute_score(DEEPMATH, "\\boxed{8/2}", "4") == 1.0
 
 
-def test_a_comparer_that_was_killed_costs_no_answer(reward):
+def test_a_killed_comparer_is_replaced(reward):
     assert reward.compute_score(DEEPMATH, "\\boxed{8/2}", "4") == 1.0
     killed = reward._IDLE.queue[-1]._process
     killed.kill()

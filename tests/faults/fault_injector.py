@@ -1,17 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A fault inside a real verl run, at a chosen phase of a chosen step; loaded by verl in each of its processes.
+"""A fault inside a real verl run, at a chosen phase of a chosen step, from ``JETRL_FAULT``: a :class:`Fault` as JSON.
 
-verl imports what ``VERL_USE_EXTERNAL_MODULES`` names, in the driver, in every Ray actor and in vLLM's workers, so this
-module needs no hook in the product. ``JETRL_FAULT`` holds a :class:`Fault` as JSON. Modules of verl are changed right
-after their import, in the process that imports them, and nothing happens without the variable.
+verl loads this module in each of its processes (``VERL_USE_EXTERNAL_MODULES``); it changes verl's modules on import.
 
-Three processes can be killed: the *driver* (``main_ppo``), the *trainer* (the Ray actor that holds the FSDP engine)
-and the *rollout* (vLLM's worker); of several trainers or workers the last rank, since rank 0 is the one that speaks.
-Each writes its process id into the fault's folder. verl's own controller, which calls the phases one after another,
-fires: it leaves a record and sends SIGKILL, at once or after a delay that puts it into the middle of the phase. A phase
-that ends before its delay does not go by: the kill comes at its end, and the record says so. A weight sync is cut by a
-rollout worker that has received a bucket and not loaded it, a checkpoint by the trainer, in the middle of a file.
+Killed is the *driver* (``main_ppo``), the *trainer* (the Ray actor of the FSDP engine) or the *rollout* (vLLM's
+worker), of several ranks the last. Each writes its process id into the fault's folder. verl's controller sends SIGKILL
+after a delay that lies within the phase, or at the end of a shorter phase. In a weight sync a rollout worker sends it
+after it has received a bucket, in a checkpoint the trainer in the middle of a file.
 """
 
 import dataclasses
@@ -46,7 +42,7 @@ class Fault:
     Attributes:
         kind: ``kill``, or ``nan``: one weight of the trainer becomes NaN after the update.
         victim: one of ``VICTIMS``. phase: one of ``PHASES``. step: global step, from 1.
-        folder: where process ids and the record of the firing go.
+        folder: for process ids and records of what happened.
     """
 
     kind: str
@@ -66,7 +62,7 @@ class Fault:
         }
 
     def fired(self) -> float | None:
-        """Wall-clock time at which the phase began, of a NaN that it was written; None before it."""
+        """Wall-clock time at which the phase began or the NaN was written; None before that."""
         record = Path(self.folder) / "fired"
         return float(record.read_text().split()[0]) if record.exists() else None
 
@@ -80,7 +76,7 @@ class Fault:
             (Path(self.folder) / f"{victim}.pid").write_text(identity(os.getpid()))
 
     def _record(self, name: str, words: str) -> bool:
-        """Note time and words; False if that was noted before, by whichever process."""
+        """Record time and words; False if some process has done so before."""
         try:
             with (Path(self.folder) / name).open("x") as record:
                 record.write(f"{time.time()} {words}")
@@ -92,20 +88,20 @@ class Fault:
         """Kill the victim, unless it has been killed.
 
         Raises:
-            FileNotFoundError: it has not said who it is, or has ended by itself: nothing is killed, nor said to be.
+            FileNotFoundError: it has not registered, or has ended: nothing is killed or recorded.
         """
         if self.killed() is not None:
             return
         victim = (Path(self.folder) / f"{self.victim}.pid").read_text()
         pid = int(victim.split()[0])
         if identity(pid) != victim:
-            raise FileNotFoundError(f"process {pid}, the {self.victim}, has ended by itself; another one has its id")
+            raise FileNotFoundError(f"process {pid}, the {self.victim}, has ended; another process has its id")
         if self._record("killed", when):
             os.kill(pid, signal.SIGKILL)
-            time.sleep(0.2)  # who goes on must not win the race against a death that comes first
+            time.sleep(0.2)  # no other process may go on before the kill has arrived
 
     def fire(self) -> None:
-        """The phase begins: kill the victim now, after the phase's delay, or not from here."""
+        """The phase begins: kill the victim now or after the phase's delay, unless another process does."""
         delay = PHASES[self.phase]
         if not self._record("fired", str(self)) or delay is None:
             return
@@ -121,14 +117,10 @@ class Fault:
 
 
 def identity(pid: int) -> str:
-    """A process's id with the time of its start, by which another one that has the id later is told apart.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    # Fields behind the command, which may have spaces and brackets: the third to the last but the first two (proc(5)).
-    behind = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return f"{pid} {behind[19]}"
+    """A process's id and start time, since ids are reused. Raises ``FileNotFoundError`` if there is no such process."""
+    # After the command, which may have spaces and brackets, fields begin with the third (proc(5)).
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return f"{pid} {fields[19]}"
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
@@ -155,7 +147,7 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 def _around(
     holder: Any, name: str, before: Callable[[Any], None] | None, after: Callable[[Any], None] | None = None
 ) -> None:
-    """Call ``before(self)`` before each call of a method and ``after(self)`` behind each that returns."""
+    """Call ``before(self)`` before each call of a method and ``after(self)`` after it returns."""
     stock = getattr(holder, name)
 
     def method(self, *args: Any, **kwargs: Any) -> Any:
@@ -166,7 +158,7 @@ def _around(
             after(self)
         return result
 
-    # verl's decorators leave what its controller dispatches by on the function.
+    # verl's controller dispatches by attributes that its decorators set on the function.
     method.__dict__.update(vars(stock))
     method.__name__ = name
     setattr(holder, name, method)
@@ -209,8 +201,7 @@ def _arm(fault: Fault) -> None:
 
         def begins(worker: Any) -> None:
             fault._introduce("rollout", worker.rank, worker.parallel_config.world_size)
-            # What receives a bucket is overridden by the plugin's extension, whose module may have been on its way into
-            # this process before verl, and with it this module, was.
+            # The plugin's extension overrides the method that receives a bucket, and may be imported before verl.
             if type(worker) not in cut:
                 cut.add(type(worker))
                 _around(type(worker), "_update_weights", loads)
@@ -225,7 +216,7 @@ def _arm(fault: Fault) -> None:
         stock = module.FSDPEngine.lr_scheduler_step
 
         def lr_scheduler_step(self) -> Any:
-            # The last thing of an update, so behind its optimizer steps.
+            # The last call of an update, after its optimizer steps.
             self._updates = getattr(self, "_updates", 0) + 1
             last = self.rank == torch_distributed().get_world_size() - 1
             if last and self._updates == fault.step and fault._record("fired", str(fault)):
@@ -269,7 +260,7 @@ def _poison_one_weight(model: Any) -> None:
 
 
 def _die_while_saving(fault: Fault) -> None:
-    """Let this process die in the middle of the optimizer's file, as if killed while it was writing."""
+    """Kill this process when it has written half of the optimizer's file."""
     import torch
 
     stock = torch.save

@@ -1,16 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Break real runs of the demo on purpose and report what a user then sees: ``python tests/faults/run_faults.py``.
+"""Break real runs of the demo and report what a user sees: ``python tests/faults/run_faults.py``.
 
-The runs form a chain on one checkpoint folder. Each resumes where the one before was broken, trains one step, which
-proves the resume, and is broken in its second: n faults take n + 1 starts of verl, each two to four minutes on two
-cores. ``--only`` picks faults and their order; the same ``--out`` continues its chain. On GPUs: ``--device cuda --gpus
-2`` (trainer and rollout have two ranks each, of which the last is killed).
+The runs form a chain on one checkpoint folder. Each resumes where the previous one was broken, trains one step and is
+broken in the next: n faults take n + 1 starts of verl, two to four minutes each on two cores. ``--only`` picks faults
+and their order; the same ``--out`` continues its chain. On GPUs: ``--device cuda --gpus 2``.
 
-A row per fault says how the broken run ended (exit status, seconds from the fault, its sentence), which processes it
-left, what was saved and where the next run resumed. A run that has not ended ``--patience`` seconds after its fault
-counts as hung, and is ended. The exit status is 1 if a run hung, left a process, was killed after the phase that it was
-to be killed in, or lost more than the step under way.
+The table has a row per fault. A run that has not ended ``--patience`` seconds after its fault counts as hung, and is
+ended. The exit status is 1 if a run hung, left a process, was killed outside its phase, or lost more than one step.
 """
 
 import argparse
@@ -45,7 +42,7 @@ SENTENCES = {"nan": "has NaN or Inf", "truncated": "is damaged"}
 """Sentence of a run that is not killed and must not go on."""
 
 PROMPTS = 8
-# One micro-batch and few samples: what is tested is not learning.
+# One micro-batch and few samples: no learning is tested.
 SMALL = (
     f"data.train_batch_size={PROMPTS}",
     f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
@@ -54,8 +51,8 @@ SMALL = (
     "trainer.save_freq=1",
     "trainer.resume_mode=auto",
 )
-# A small share of a GPU that others may use, too, and phases that last long enough to be met there: 200 tokens of the
-# 232 that the policy's positions leave, and an update of many micro-batches.
+# A small share of the GPU, and phases long enough for a kill: 200 tokens of the 232 that the policy's positions leave,
+# and an update of many micro-batches.
 SMALL_ON_A_GPU = (
     "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=1073741824",
@@ -65,9 +62,8 @@ SMALL_ON_A_GPU = (
 )
 START_SECONDS = 900.0
 """Longest time from the start to the fault."""
-"""Seconds from one chain's begin to the next one's."""
 LINGER_SECONDS = 90.0
-"""How long a process that a run started may outlive it before it counts as left behind."""
+"""How long a process may outlive its run before it counts as left."""
 
 
 @dataclass
@@ -77,8 +73,8 @@ class Outcome:
     Attributes:
         name: of the fault. status: exit status, None if it hung. seconds: from the fault to the end.
         first, last: steps in its metrics, the last one complete. saved: step of the last complete checkpoint.
-        errors: what it said. killed: in the phase or at its end, None without a kill.
-        left: processes that were still there ``LINGER_SECONDS`` after its end.
+        errors: from its log. killed: in the phase or at its end, None without a kill.
+        left: processes alive ``LINGER_SECONDS`` after its end.
     """
 
     name: str
@@ -173,7 +169,7 @@ class Chain:
             round(ended - (fired or began), 1),
             min(steps_done, default=None),
             max(steps_done, default=None),
-            # A driver that was killed has said nothing about it.
+            # A killed driver logs nothing about it.
             last_errors(paths.log) if status != 0 and not (fault and fault.victim == "driver") else [],
             left,
             self.saved,
@@ -194,7 +190,7 @@ def steps_of(metrics: Path) -> list[int]:
 
 
 def truncated(chain: Chain) -> list[Outcome]:
-    """The newest checkpoint loses half of its weights, on the last rank, and gets it back."""
+    """The newest checkpoint lacks half of the last rank's weights for one run."""
     folder = chain.checkpoints / f"global_step_{chain.saved}" / "actor"
     file = folder / f"model_world_size_{chain.ranks}_rank_{chain.ranks - 1}.pt"
     whole = file.read_bytes()
@@ -233,7 +229,7 @@ def two_runs(chain: Chain) -> list[Outcome]:
 
 
 def faults_of(outcomes: Iterable[Outcome]) -> list[str]:
-    """What no run may do, a sentence each."""
+    """A sentence for each failure of a run."""
     wrong = []
     for outcome in outcomes:
         if outcome.status is None:
@@ -254,8 +250,7 @@ def faults_of(outcomes: Iterable[Outcome]) -> list[str]:
 
 
 def lost(outcomes: Sequence[Outcome]) -> list[str]:
-    """Broken runs of a chain after which the next one did not go on with the step after the last checkpoint, or whose
-    last checkpoint is older than the step before the broken one."""
+    """Runs of a chain that did not resume after the last checkpoint, or that trained steps they did not save."""
     chain = [outcome for outcome in outcomes if outcome.killed or outcome.name in ("nan", "resumed")]
     wrong = []
     for broken, next_one in zip(chain, chain[1:]):
@@ -269,7 +264,7 @@ def lost(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
-    """Break the chain's next run as ``name`` says."""
+    """Break the chain's next run by the fault ``name``."""
     victim, _, phase = name.partition("-")
     if name == "truncated" and not chain.saved:
         return [*outcomes_of("resumed", chain), *outcomes_of(name, chain)]
@@ -285,15 +280,15 @@ def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown."""
     lines = [
-        "| fault | ended after | exit | steps | saved | left behind | what it said |",
+        "| fault | ended after | exit | steps | saved | processes left | errors |",
         "|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
         ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
         ended += f" ({outcome.killed})" if outcome.killed else ""
-        said = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
+        errors = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
         cells = (outcome.name, ended, outcome.status, f"{outcome.first}..{outcome.last}", outcome.saved)
-        lines.append(f"| {' | '.join(map(str, cells))} | {len(outcome.left) or '-'} | {said} |")
+        lines.append(f"| {' | '.join(map(str, cells))} | {len(outcome.left) or '-'} | {errors} |")
     return "\n".join(lines)
 
 
@@ -324,7 +319,7 @@ def main() -> int:
         print(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
     wrong = [*faults_of(outcomes), *lost(outcomes)]
-    print("\n".join(f"wrong: {sentence}" for sentence in wrong) or "Nothing hung, was left behind or was lost.")
+    print("\n".join(f"wrong: {sentence}" for sentence in wrong) or "No run hung, left a process or lost a step.")
     return 1 if wrong else 0
 
 

@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that a full disk or a lost machine left behind is refused by name; garbage is never loaded.
+"""A checkpoint damaged by a full disk or a lost machine is refused by name; corrupted weights are never loaded.
 
-The checkpoints are verl's own: its FSDP checkpoint manager saves a small model and its optimizer in this process.
-"""
+verl's FSDP checkpoint manager writes the checkpoints in this process."""
 
 import contextlib
 import resource
@@ -68,8 +67,8 @@ def checkpoints(saved, tmp_path) -> Path:
 
 def file_of(checkpoints: Path, name: str, step: int = 2) -> Path:
     folder = checkpoints / f"global_step_{step}"
-    beside = {"data": folder / "data.pt", "int8_scales": folder / "actor" / KEPT_SCALES}
-    return beside.get(name, folder / "actor" / f"{name}_world_size_1_rank_0.pt")
+    others = {"data": folder / "data.pt", "int8_scales": folder / "actor" / KEPT_SCALES}
+    return others.get(name, folder / "actor" / f"{name}_world_size_1_rank_0.pt")
 
 
 def check(checkpoints: Path, step: int = 2) -> None:
@@ -83,7 +82,7 @@ def test_a_complete_checkpoint_passes(checkpoints):
 
 @pytest.mark.parametrize("name", [*FILES, "data", "int8_scales"])
 @pytest.mark.parametrize("part", [0.0, 0.5, 0.999])
-def test_a_truncated_file_is_named_with_the_checkpoint_before(checkpoints, name, part):
+def test_a_truncated_file_is_refused_with_the_previous_checkpoint_as_remedy(checkpoints, name, part):
     file = file_of(checkpoints, name)
     content = file.read_bytes()
     file.write_bytes(content[: int(len(content) * part)])
@@ -94,8 +93,8 @@ def test_a_truncated_file_is_named_with_the_checkpoint_before(checkpoints, name,
     check(checkpoints, step=1)
 
 
-def test_changed_bytes_are_refused_although_torch_loads_them(checkpoints):
-    """One page of the weights reads back as zeros, as after a crash before the disk had it."""
+def test_corrupted_bytes_that_torch_loads_are_refused(checkpoints):
+    """One page of the weights reads back as zeros, as after a crash before it reached the disk."""
     file = file_of(checkpoints, "model")
     intact = torch.load(file, weights_only=False)
     with zipfile.ZipFile(file) as archive:
@@ -120,27 +119,27 @@ def test_a_missing_file_is_named(checkpoints, name):
         check(checkpoints)
 
 
-def test_contents_that_were_never_saved_are_not_missed(checkpoints):
+def test_contents_that_were_never_saved_are_not_required(checkpoints):
     file_of(checkpoints, "optim").unlink()
     check(checkpoints)
 
 
-def test_another_number_of_ranks_is_said_to_be_that(checkpoints):
+def test_another_number_of_ranks_is_refused(checkpoints):
     step = checkpoints / "global_step_2"
     with pytest.raises(DamagedCheckpointError, match=f"by 1 rank and this run has 2.*jetrl reshard {step} --gpus 2"):
         check_checkpoint(step / "actor", rank=0, world_size=2)
 
 
 def resuming(checkpoints: Path, **trainer) -> DictConfig:
-    """What the driver checks, of a run on two hosts of a GPU each."""
+    """The configuration of a run on two hosts with one GPU each."""
     stock = {"resume_mode": "auto", "default_local_dir": str(checkpoints), "resume_from_path": None}
     return OmegaConf.create({"trainer": stock | {"n_gpus_per_node": 1, "nnodes": 2} | trainer})
 
 
 def test_the_driver_refuses_another_number_of_ranks_before_anything_starts(checkpoints):
-    """A trainer says so, too, but when its GPUs are taken and its model is loaded."""
-    said = f"{checkpoints / 'global_step_2' / 'actor'} was written by 1 rank and this run has 2"
-    with pytest.raises(DamagedCheckpointError, match=said):
+    """A trainer refuses it too, but only after it has loaded its model."""
+    sentence = f"{checkpoints / 'global_step_2' / 'actor'} was written by 1 rank and this run has 2"
+    with pytest.raises(DamagedCheckpointError, match=sentence):
         check_resume(resuming(checkpoints))
     step_1 = str(checkpoints / "global_step_1")
     with pytest.raises(DamagedCheckpointError, match="global_step_1/actor was written by 1 rank and this run has 4"):
@@ -154,7 +153,7 @@ def test_the_driver_refuses_another_number_of_ranks_before_anything_starts(check
     check_resume(resuming(checkpoints))  # rewritten for two
 
 
-def test_the_driver_lets_pass_what_it_does_not_see(checkpoints, tmp_path):
+def test_the_driver_accepts_checkpoints_it_cannot_see(checkpoints, tmp_path):
     for elsewhere in (tmp_path / "nothing_yet", "hdfs://cluster/run"):
         check_resume(resuming(elsewhere))
         check_resume(resuming(elsewhere, resume_mode="resume_path", resume_from_path=f"{elsewhere}/global_step_3"))
@@ -164,14 +163,14 @@ def test_the_driver_lets_pass_what_it_does_not_see(checkpoints, tmp_path):
     check_resume(OmegaConf.create({"data": {}}))
 
 
-def test_the_driver_refuses_a_damaged_note_of_the_latest_checkpoint(checkpoints):
+def test_the_driver_refuses_a_damaged_tracker(checkpoints):
     (checkpoints / TRACKER_FILE).write_text("")
     with pytest.raises(DamagedCheckpointError, match="as after a full disk"):
         check_resume(resuming(checkpoints, nnodes=1))
     check_resume(resuming(checkpoints, resume_mode="disable"))
 
 
-def test_a_refused_resume_is_one_sentence_and_an_exit(checkpoints, monkeypatch):
+def test_a_refused_resume_exits_with_one_sentence(checkpoints, monkeypatch):
     """Hydra would turn the exception into a warning and start the job."""
     monkeypatch.setattr(workers, "install", lambda *_: None)
     monkeypatch.setattr(environment, "check_environment", lambda config: None)
@@ -181,8 +180,8 @@ def test_a_refused_resume_is_one_sentence_and_an_exit(checkpoints, monkeypatch):
         JetCallback().on_job_start(config)
 
 
-def test_shards_of_another_number_of_ranks_do_not_outlive_a_save(checkpoints):
-    """A run that went back and came to this step again on other GPUs; the older policy could be resumed from."""
+def test_a_save_removes_shards_of_another_number_of_ranks(checkpoints):
+    """A run that reaches this step again on other GPUs; a resume could otherwise load the older policy."""
     actor = checkpoints / "global_step_2" / "actor"
     written = {file.name for file in actor.iterdir()}
     for content in ("model", "optim", "extra_state"):
@@ -193,7 +192,7 @@ def test_shards_of_another_number_of_ranks_do_not_outlive_a_save(checkpoints):
     drop_other_world_sizes("hdfs://elsewhere", 1)
 
 
-def test_without_an_earlier_checkpoint_the_remedy_is_to_start_again(checkpoints):
+def test_without_an_earlier_checkpoint_the_remedy_is_a_fresh_start(checkpoints):
     shutil.rmtree(checkpoints / "global_step_1")
     file_of(checkpoints, "model").write_bytes(b"")
     with pytest.raises(DamagedCheckpointError, match="no earlier checkpoint; start again with trainer.resume"):
@@ -202,7 +201,7 @@ def test_without_an_earlier_checkpoint_the_remedy_is_to_start_again(checkpoints)
 
 @contextlib.contextmanager
 def files_of_at_most(size: int):
-    """Writes beyond ``size`` bytes of a file fail, as on a full disk, without needing one."""
+    """Writes beyond ``size`` bytes of a file fail, as on a full disk."""
     handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -213,8 +212,8 @@ def files_of_at_most(size: int):
 
 
 @pytest.mark.parametrize("room", ["for the weights", "for nothing"])
-def test_a_disk_that_fills_up_leaves_the_checkpoint_before_in_force(trainer, checkpoints, room):
-    """verl's trainer saves step 3: the write's error is raised, the tracker stays at 2, and step 3 would be refused."""
+def test_a_full_disk_leaves_the_previous_checkpoint_in_use(trainer, checkpoints, room):
+    """verl's trainer saves step 3: the error is raised, the tracker stays at 2, and step 3 is refused."""
     contents = {name: torch.load(file_of(checkpoints, name), weights_only=False) for name in FILES}
 
     def save(folder: str, remote: None, step: int, max_ckpt_to_keep: None) -> None:
@@ -242,8 +241,8 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_before_in_force(trainer, che
         check(checkpoints, step=3)
 
 
-def test_a_write_that_fails_names_folder_and_room(checkpoints):
-    """The error of torch.save on a full disk says ``unexpected pos``; behind ours a user knows what to do."""
+def test_a_failed_write_names_the_folder_and_the_free_space(checkpoints):
+    """torch.save's error on a full disk says ``unexpected pos``; the raised one names the remedy."""
     folder = checkpoints / "global_step_3" / "actor"
     weights = torch.load(file_of(checkpoints, "model"), weights_only=False)
     failure = pytest.raises(UnwrittenCheckpointError, match="MiB left. Make room")
@@ -263,7 +262,7 @@ def test_a_write_that_fails_names_folder_and_room(checkpoints):
     ],
     ids=str,
 )
-def test_what_the_disk_says_is_explained(tmp_path, error):
+def test_disk_errors_are_explained(tmp_path, error):
     with pytest.raises(UnwrittenCheckpointError, match="MiB left. Make room") as caught, explained(tmp_path / "actor"):
         raise error
     assert str(error) in str(caught.value) and caught.value.__cause__ is error
@@ -278,7 +277,7 @@ def test_what_the_disk_says_is_explained(tmp_path, error):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_a_gpu_or_another_rank_says_is_not_the_disks(tmp_path, error):
+def test_other_errors_are_not_explained_as_disk_errors(tmp_path, error):
     with pytest.raises(RuntimeError) as caught, explained(tmp_path / "actor"):
         raise error
     assert caught.value is error
@@ -296,20 +295,20 @@ def trainer(cpu_platform, monkeypatch):
     return trainer_base
 
 
-def test_the_latest_checkpoint_is_found_as_before(trainer, checkpoints, tmp_path):
+def test_the_latest_checkpoint_is_found_as_in_stock_verl(trainer, checkpoints, tmp_path):
     assert trainer.find_latest_ckpt_path(str(checkpoints)) == str(checkpoints / "global_step_2")
     assert trainer.find_latest_ckpt_path(str(tmp_path)) is None, "no tracker: a first start"
 
 
 @pytest.mark.parametrize("text", ["", "2\x00\x00", "two"])
-def test_a_tracker_that_holds_no_step_is_refused(trainer, checkpoints, text):
+def test_a_tracker_without_a_step_is_refused(trainer, checkpoints, text):
     (checkpoints / TRACKER_FILE).write_text(text)
     remedy = "and not a step.*newest complete checkpoint into it, of 1, 2 in"
     with pytest.raises(home(TRACKER).DamagedCheckpointError, match=remedy):
         trainer.find_latest_ckpt_path(str(checkpoints))
 
 
-def test_a_tracker_whose_checkpoint_is_gone_does_not_start_from_scratch(trainer, checkpoints):
+def test_a_tracker_with_a_missing_checkpoint_is_refused(trainer, checkpoints):
     shutil.rmtree(checkpoints / "global_step_2")
     with pytest.raises(home(TRACKER).DamagedCheckpointError, match="says step 2, whose checkpoint is gone"):
         trainer.find_latest_ckpt_path(str(checkpoints))

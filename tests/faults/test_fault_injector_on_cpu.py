@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The injector does what run_faults.py relies on: it fires once, at the right phase and step, and kills the victim, of
-several ranks the last."""
+"""The fault injector fires once, at the right phase and step, and kills the last rank of the chosen process."""
 
 import json
 import os
@@ -40,7 +39,7 @@ class vLLMColocateWorkerExtension:
             self._update_weights(bucket)
 """,
 }
-"""verl's trainer and rollout worker as far as the injector changes them."""
+"""The parts of verl's trainer and rollout worker that the injector changes."""
 
 TRAIN = """
 import fault_injector
@@ -83,8 +82,8 @@ for trainer.global_steps in (1, 2):
         ("checkpoint", 0, "2 update ends", IN_THE_PHASE),
     ],
 )
-def test_a_victim_dies_in_the_chosen_phase_or_at_its_end(tmp_path, phase, seconds, last, when):
-    """Here the controller is the victim itself, so what it printed last says when it died."""
+def test_a_process_is_killed_in_the_chosen_phase_or_at_its_end(tmp_path, phase, seconds, last, when):
+    """Here the controller kills itself, so its last line shows when it died."""
     fault = Fault("kill", "rollout", phase, 2, str(tmp_path))
     script = TRAIN.format(fault=json.loads(fault.environment()[VARIABLE]))
     assert printed_before_death(fault, script, tmp_path, seconds)[-1] == last
@@ -93,7 +92,7 @@ def test_a_victim_dies_in_the_chosen_phase_or_at_its_end(tmp_path, phase, second
 
 
 def printed_before_death(fault: Fault, script: str, folder: Path, seconds: float = 0.0) -> list[str]:
-    """What a process of the stand-in said that was killed."""
+    """Lines that a killed process of the fake verl printed."""
     for name, text in STAND_IN.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -107,14 +106,13 @@ def printed_before_death(fault: Fault, script: str, folder: Path, seconds: float
     return run.stdout.splitlines()
 
 
-def test_a_worker_whose_extension_loads_itself_dies_in_its_first_bucket_of_the_sync(tmp_path):
-    """Whichever module brings the extension, and whenever it came into the process."""
+def test_a_worker_is_killed_in_its_first_bucket_of_the_sync(tmp_path):
     fault = Fault("kill", "rollout", "sync", 2, str(tmp_path))
     assert printed_before_death(fault, SYNC, tmp_path) == ["bucket 1 is loaded", "bucket 2 is loaded"]  # of step 1
     assert fault.killed() == IN_THE_PHASE
 
 
-def test_who_has_not_said_who_it_is_is_not_said_to_be_killed(tmp_path):
+def test_an_unregistered_process_is_not_killed(tmp_path):
     fault = Fault("kill", "rollout", "update", 1, str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"rollout\.pid"):
         fault.strike()
@@ -129,12 +127,12 @@ def test_a_fault_fires_once(tmp_path):
         fault.fire()
         assert victim.wait(10) == -9
     (tmp_path / "trainer.pid").unlink()
-    fault.fire()  # nobody is looked up a second time
+    fault.fire()  # does not read the process id again
     fault.finish()
     assert fault.killed() == IN_THE_PHASE
 
 
-def test_who_has_ended_by_itself_is_not_said_to_be_killed(tmp_path):
+def test_a_process_that_has_ended_is_not_recorded_as_killed(tmp_path):
     fault = Fault("kill", "trainer", "update", 1, str(tmp_path))
     with subprocess.Popen(["true"]) as victim:
         (tmp_path / "trainer.pid").write_text(identity(victim.pid))
@@ -142,12 +140,12 @@ def test_who_has_ended_by_itself_is_not_said_to_be_killed(tmp_path):
     with pytest.raises(FileNotFoundError):
         fault.strike()
     (tmp_path / "trainer.pid").write_text(f"{os.getpid()} 1")  # another process has its id
-    with pytest.raises(FileNotFoundError, match="the trainer, has ended by itself"):
+    with pytest.raises(FileNotFoundError, match="the trainer, has ended; another process"):
         fault.strike()
     assert fault.killed() is None
 
 
-def test_the_victim_among_ranks_is_the_last(tmp_path):
+def test_the_last_rank_is_the_one_killed(tmp_path):
     fault = Fault("kill", "trainer", "update", 1, str(tmp_path))
     fault._introduce("trainer", 0, 2)
     assert not (tmp_path / "trainer.pid").exists()
@@ -155,8 +153,8 @@ def test_the_victim_among_ranks_is_the_last(tmp_path):
     assert (tmp_path / "trainer.pid").exists()
 
 
-def test_a_sync_is_cut_by_a_worker_that_received_a_bucket(tmp_path, monkeypatch):
-    """The controller only notes that the sync has begun; who loads next strikes."""
+def test_a_kill_in_the_sync_waits_for_a_worker_with_a_bucket(tmp_path, monkeypatch):
+    """The controller only records the start of the sync; the next worker that loads a bucket kills."""
     fault = Fault("kill", "trainer", "sync", 1, str(tmp_path))
     with subprocess.Popen(["sleep", "60"]) as victim:
         (tmp_path / "trainer.pid").write_text(identity(victim.pid))

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What run_faults.py asks of verl, on every kind of machine, and what it calls wrong; its runs take minutes each."""
+"""Jobs of run_faults.py compose on every device, and its verdicts on how runs ended."""
 
 from dataclasses import replace
 
@@ -40,7 +40,7 @@ RESUMED = Outcome("resumed", 0, 60.0, 3, 3, [], [], 3)
 REFUSED = replace(RESUMED, name="truncated", status=1, first=None, last=None, errors=["x.pt is damaged (...)"])
 
 
-def test_a_chain_that_resumed_where_it_was_broken_is_right():
+def test_a_chain_that_resumed_after_its_last_checkpoint_passes():
     chain = [KILLED, REFUSED, RESUMED, replace(RESUMED, name="two-runs-1", first=1, last=2)]
     assert run_faults.faults_of(chain) == run_faults.lost(chain) == []
     row = "| trainer-update | 6 s (in the phase) | 1 | 2..2 | 2 | - | died |"
@@ -60,11 +60,11 @@ def test_a_chain_that_resumed_where_it_was_broken_is_right():
         (replace(RESUMED, status=1), "resumed ended with status 1"),
     ],
 )
-def test_what_no_run_may_do_is_named(outcome, sentence):
+def test_every_fault_of_a_run_is_reported(outcome, sentence):
     assert sentence in run_faults.faults_of([outcome])
 
 
-def test_a_step_that_was_lost_is_named():
+def test_a_lost_step_is_reported():
     assert run_faults.lost([KILLED, replace(RESUMED, first=2)]) == [
         "resumed began with step 2 after trainer-update, saved 2"
     ]

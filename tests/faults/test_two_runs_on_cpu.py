@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs on one host do not meet at one socket: by verl's own transport, and with two Ray clusters side by side."""
+"""Two runs on one host have separate sockets: over verl's transport, and with two Ray clusters at once."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from jetrl_verl.patches import two_runs
 VERLS = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
 
 
-def test_the_two_ends_of_one_run_agree_and_those_of_two_runs_differ(monkeypatch):
+def test_both_ends_of_a_run_share_an_address_that_other_runs_do_not(monkeypatch):
     monkeypatch.setenv("RAY_RAYLET_PID", "100")
     first = two_runs.address_of_this_run(VERLS)
     assert first == two_runs.address_of_this_run(VERLS)
@@ -32,13 +32,13 @@ def test_the_path_fits_a_unix_socket(monkeypatch):
     assert len(longest.removeprefix("ipc://")) < 107
 
 
-def test_another_form_of_address_is_refused():
+def test_an_unknown_form_of_address_is_refused():
     with pytest.raises(RuntimeError, match="could not be told apart; install verl 0.9.1"):
         two_runs.address_of_this_run("tcp://127.0.0.1:5555")
 
 
-def test_verls_sender_and_receiver_have_the_form_that_is_patched(cpu_platform, monkeypatch):
-    """The receiver is verl's own method, the sender verl's constructor, whose last words are the address."""
+def test_the_patched_sender_and_receiver_share_an_address(cpu_platform, monkeypatch):
+    """The receiver's address comes from verl's method, the sender's from verl's constructor."""
     from verl.workers.rollout.vllm_rollout import vllm_rollout
     from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
@@ -63,7 +63,7 @@ def test_verls_sender_and_receiver_have_the_form_that_is_patched(cpu_platform, m
 
 
 def received(addresses: tuple[str, str]) -> float:
-    """What the first run's rollout gets when it connects after both trainers have bound, the second one last."""
+    """The weights that the first run's rollout gets when it connects after both trainers have bound their sockets."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
 
     def send(sender, value: float) -> None:
@@ -73,37 +73,37 @@ def received(addresses: tuple[str, str]) -> float:
     senders = [BucketedWeightSender(address, bucket_size_mb=1, use_shm=True) for address in addresses]
     for sender in senders:
         sender._init_socket()
-    found = []
+    values = []
     for number, sender in reversed(list(enumerate(senders))):
         if sender.zmq_handle == addresses[0]:
             thread = threading.Thread(target=send, args=(sender, float(number)), daemon=True)
             thread.start()
             receiver = BucketedWeightReceiver(addresses[0], torch.device("cpu"), use_shm=True)
-            receiver.receive_weights(lambda weights, is_last: found.append(float(weights[0][1][0])))
+            receiver.receive_weights(lambda weights, is_last: values.append(float(weights[0][1][0])))
             thread.join(30)
             break
     for sender in senders:
         sender._cleanup()
-    return found[0]
+    return values[0]
 
 
 @pytest.mark.timeout(60)
-def test_sharing_verls_address_loads_the_other_runs_weights_and_ours_does_not(cpu_platform, monkeypatch):
-    """With one address the second trainer takes the name from the first without an error, and the rollout with it."""
+def test_a_shared_address_loads_another_runs_weights_and_the_patched_does_not(cpu_platform, monkeypatch):
+    """With one address the second trainer binds the first one's socket without an error and gets its rollout."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # short, as a socket's path must be
         monkeypatch.setattr(two_runs, "_STEM", f"ipc://{folder}/z-")
         verls = f"ipc://{folder}/z-01000000-replica-0-rank-0.sock"
-        ours = []
+        patched = []
         for daemon in ("100", "101"):
             monkeypatch.setenv("RAY_RAYLET_PID", daemon)
-            ours.append(two_runs.address_of_this_run(verls))
-        assert received((ours[0], ours[1])) == 0.0
+            patched.append(two_runs.address_of_this_run(verls))
+        assert received((patched[0], patched[1])) == 0.0
         assert received((verls, verls)) == 1.0, "verl refuses a shared address now; this patch can go"
 
 
 @pytest.mark.timeout(120)
-def test_the_plugin_gives_every_precision_its_own_socket():
-    """verl alone is imported, as by a run of ``precision=bf16``; each end as by its process."""
+def test_the_plugin_patches_both_ends_in_every_run():
+    """Also in a run of ``precision=bf16``, which imports verl alone."""
     for end in two_runs.PATCHES:
         script = (
             f"import importlib; module = importlib.import_module({end.module!r}); "
@@ -128,7 +128,7 @@ class Worker:
         from jetrl_verl.patches import two_runs
         job = ray.get_runtime_context().get_job_id()
         mine = two_runs.address_of_this_run(f"ipc:///tmp/rl-colocate-zmq-{job}-replica-0-rank-0.sock")
-        # vLLM's worker is a process of the server's, not of Ray's.
+        # vLLM's worker is a child of the server, not a Ray worker.
         child = subprocess.run([sys.executable, "-c", ADDRESS], capture_output=True, text=True, check=True)
         return job, mine, child.stdout.strip()
 
@@ -154,6 +154,6 @@ def test_two_ray_clusters_have_one_job_id_and_two_sockets(tmp_path):
     finally:
         for run in runs:
             run.communicate()
-    assert job == other_job == "01000000", "which is why verl's names collide"
+    assert job == other_job == "01000000", "verl's names collide"
     assert sender == receiver and other_sender == other_receiver
     assert sender != other_sender

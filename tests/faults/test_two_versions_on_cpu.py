@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Two versions of the plugin on one node: the driver's and the workers' are compared before any actor takes a GPU."""
+"""Two versions of the plugin on one node: driver and workers are compared before any actor gets a GPU."""
 
 import shutil
 import subprocess
@@ -31,7 +31,7 @@ def other_version(tmp_path) -> str:
     return str(tmp_path / "other" / "bin" / "python")
 
 
-def test_workers_of_another_version_stop_the_driver_with_both_versions_named(tmp_path, other_version):
+def test_workers_of_another_version_stop_the_driver(tmp_path, other_version):
     script = (
         "import ray\n"
         "from jetrl_verl.config import workers\n"

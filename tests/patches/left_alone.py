@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""pytest plugin of test_patch_into_on_cpu.py: after its tests, no function in the checkout was replaced at run time."""
+"""pytest plugin of test_patch_into_on_cpu.py: the plugin replaced no function of the checkout at run time."""
 
 import importlib
 import os
@@ -13,9 +13,9 @@ def pytest_sessionfinish(session) -> None:
 
     for patch in all_patches():
         patch.apply()
-        found = current(patch)
+        function = current(patch)
         module = importlib.import_module(patch.module)
-        if hasattr(found, "_jetrl_stock") or not module.__file__.startswith(os.environ["JETRL_TEST_CHECKOUT"]):
+        if hasattr(function, "_jetrl_stock") or not module.__file__.startswith(os.environ["JETRL_TEST_CHECKOUT"]):
             print(f"not left alone: {patch.replaces} in {module.__file__}")
             session.exitstatus = 1
         else:

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities of chunks of rows against verl's loop over single rows, on any device."""
+"""Log-probabilities of chunks of rows compared with verl's loop over single rows, on any device."""
 
 import torch
 from patch_home import current, home
@@ -8,8 +8,8 @@ from patch_home import current, home
 from jetrl_verl.patches.log_probs import LOG_PROBS
 
 
-def verls_own():
-    """verl's function as it was released, whatever has been put in its place."""
+def stock_function():
+    """verl's released function, patched or not."""
     import importlib.util
     from importlib import metadata
 
@@ -21,7 +21,7 @@ def verls_own():
 
 
 def check(device: str, dtype: torch.dtype, autocast: bool, shape: tuple[int, ...], monkeypatch) -> None:
-    """Values, their type and gradients are equal bit for bit, over several chunks."""
+    """Values, dtype and gradients over several chunks equal verl's in every bit."""
     vocabulary = shape[-1]
     monkeypatch.setattr(home(LOG_PROBS), "_CHUNK_ELEMENTS", 7 * vocabulary + 1)
     generator = torch.Generator().manual_seed(vocabulary)
@@ -29,13 +29,13 @@ def check(device: str, dtype: torch.dtype, autocast: bool, shape: tuple[int, ...
     labels = torch.randint(0, vocabulary, shape[:-1], generator=generator).to(device)
     upstream = torch.randn(shape[:-1], generator=generator).to(device)
     results = []
-    for function in (verls_own(), current(LOG_PROBS)):
+    for function in (stock_function(), current(LOG_PROBS)):
         leaf = logits.clone().requires_grad_()
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             values = function(leaf, labels)
         (values * upstream).sum().backward()
         results.append((values.detach(), leaf.grad))
-    (stock, stock_gradient), (ours, our_gradient) = results
-    assert ours.dtype == stock.dtype and ours.shape == stock.shape
-    assert torch.equal(ours, stock)
-    assert torch.equal(our_gradient, stock_gradient)
+    (stock, stock_gradient), (patched, patched_gradient) = results
+    assert patched.dtype == stock.dtype and patched.shape == stock.shape
+    assert torch.equal(patched, stock)
+    assert torch.equal(patched_gradient, stock_gradient)

@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's rollout server and vLLM's ``AsyncLLM`` as they are, over a scripted engine core that gives each request one
-token a step: no GPU, no model, no Ray."""
+"""verl's rollout server and vLLM's ``AsyncLLM`` over a scripted engine core that gives each request one token a step.
+
+No GPU, no model, no Ray."""
 
 import asyncio
 import importlib
@@ -23,22 +24,21 @@ LONGEST = 32768
 
 
 def tokenizer_of(text: str, vocabulary: int = 8192) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, as Qwen3's is, made from a text."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    """A byte-level BPE tokenizer, as Qwen3's, trained on a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet))
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.train_from_iterator([text], trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 class ScriptedCore:
     """Replaces ``AsyncLLM``'s client of the engine core: one token a step for each request.
 
     Args:
-        script: tokens ``[n]``; a request reads on from its own place. steps_wait: whether a step waits for
-            :meth:`allow`; else the next one comes as soon as it is asked for. more: further fields of the output of a
-            request that has so many tokens already.
+        script: tokens ``[n]``; a request reads from its own place. steps_wait: whether a step waits for :meth:`allow`.
+        more: further fields of a request's output, given its number of tokens.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class ScriptedCore:
         self.script, self.steps_wait, self.more = script, steps_wait, more
         self.resources = SimpleNamespace(engine_dead=False)
         self.running: dict[str, tuple[Any, int]] = {}
-        self.asked: list[Any] = []
-        """Each request as the core gets it."""
+        self.requests: list[Any] = []
+        """Requests as the core gets them."""
         self.aborted: list[str] = []
         self.paused = False
         self._steps = asyncio.Semaphore(0)
@@ -64,7 +64,7 @@ class ScriptedCore:
             self._steps.release()
 
     async def add_request_async(self, request: Any) -> None:
-        self.asked.append(request)
+        self.requests.append(request)
         self.running[request.request_id] = (request, 0)
         self._changed.set()
 
@@ -74,7 +74,7 @@ class ScriptedCore:
                 self.aborted.append(request_id)
 
     async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
-        """As vLLM's core: everything that runs or waits ends with ``abort`` and without another token."""
+        """As vLLM's core: every running or waiting request ends with ``abort`` and without another token."""
         from vllm.v1.engine import EngineCoreOutput, FinishReason
 
         assert mode == "abort"
@@ -139,7 +139,7 @@ class ScriptedCore:
 
 
 def log_probs_of(place: np.ndarray) -> np.ndarray:
-    """Some FP32 number below zero for each place of the script, with all bits of its mantissa in use."""
+    """A negative FP32 number for each place of the script, with all bits of its mantissa in use."""
     return -np.abs(np.sin(place.astype(np.float64) + 1)).astype(np.float32) * 3
 
 
@@ -205,7 +205,7 @@ def _process_inputs(request_id: str, prompt: Any, params: Any, **_: Any) -> Any:
 
 
 def stock_in_place(patch: Patch) -> Any:
-    """A context in which the function that a patch replaces is there again."""
+    """A context in which a patch's function is the stock one."""
     patch.apply()
     holder_name, _, name = patch.function.rpartition(".")
     holder = getattr(importlib.import_module(patch.module), holder_name)

@@ -1,8 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl hands the name of our attention on, to a critic too, and writes it into no configuration; others it does not
-treat differently.
-"""
+"""verl passes the name of the plugin's attention to policy and critic and writes it into no configuration."""
 
 import pytest
 import torch
@@ -22,19 +20,19 @@ def applied():
 
 @pytest.fixture
 def registered(monkeypatch):
-    """The name, for a process in which no engine of verl is."""
+    """Register the name, as verl's engine would."""
     monkeypatch.setitem(AttentionInterface._global_mapping, JETRL_ATTENTION, sdpa_attention_forward)
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, JETRL_ATTENTION, lambda **_: None)
 
 
 @pytest.mark.parametrize(("name", "written"), [(JETRL_ATTENTION, False), ("sdpa", True), ("flash_attention_2", True)])
-def test_the_name_is_no_field_of_the_configuration(name, written):
+def test_only_the_plugins_attention_name_stays_out_of_the_configuration(name, written):
     config = tiny_config("qwen3")
     current(CONFIGURATION)(config, {"attn_implementation": name, "hidden_size": 8, "rope_parameters": {}})
     assert hasattr(config, "attn_implementation") == written and config.hidden_size == 8
 
 
-def test_a_critic_gets_the_attention_that_was_asked_for(tmp_path, registered):
+def test_a_critic_gets_the_requested_attention(tmp_path, registered):
     tiny_model("qwen3").save_pretrained(tmp_path)
     config = tiny_config("qwen3", attn_implementation=JETRL_ATTENTION, num_labels=1)
     critic = current(VALUE_HEAD)(str(tmp_path), torch.float32, config, False)
@@ -43,16 +41,16 @@ def test_a_critic_gets_the_attention_that_was_asked_for(tmp_path, registered):
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2"])
-def test_another_name_reaches_a_critic_as_it_is(tmp_path, monkeypatch, attention):
+def test_other_attention_names_reach_a_critic_unchanged(tmp_path, monkeypatch, attention):
     from transformers import AutoModelForTokenClassification
 
-    asked = []
+    requested = []
     config = tiny_config("qwen3", num_labels=1)
     config._attn_implementation_internal = attention
     monkeypatch.setattr(
         AutoModelForTokenClassification,
         "from_pretrained",
-        lambda *_, **call: asked.append(call["attn_implementation"]),
+        lambda *_, **call: requested.append(call["attn_implementation"]),
     )
     current(VALUE_HEAD)(str(tmp_path), torch.float32, config, False)
-    assert asked == [attention]
+    assert requested == [attention]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The patches behind the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes."""
+"""Patches of the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes."""
 
 import os
 
@@ -10,20 +10,20 @@ import torch
 from jetrl_verl.patches import fork_on_cpu, fsdp_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
 
 
-@pytest.mark.parametrize(("asked", "got"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])
-def test_the_process_group_names_the_cpu_once(cpu_platform, monkeypatch, asked, got):
+@pytest.mark.parametrize(("requested", "used"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])
+def test_the_process_group_uses_gloo_on_the_cpu(cpu_platform, monkeypatch, requested, used):
     from verl.utils import distributed
 
     process_group_on_cpu.PROCESS_GROUP.apply()
-    seen = {}
+    passed = {}
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **arguments: seen.update(arguments))
-    distributed.initialize_global_process_group_ray(timeout_second=None, backend=asked)
-    assert seen["backend"] == got
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **arguments: passed.update(arguments))
+    distributed.initialize_global_process_group_ray(timeout_second=None, backend=requested)
+    assert passed["backend"] == used
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_reference_policy_asks_for_no_pinned_memory_on_the_cpu_alone(cpu_platform, monkeypatch, device):
+def test_only_on_the_cpu_a_reference_policy_uses_no_pinned_memory(cpu_platform, monkeypatch, device):
     from types import SimpleNamespace
 
     from verl.utils import device as verl_device
@@ -40,7 +40,7 @@ def test_a_reference_policy_asks_for_no_pinned_memory_on_the_cpu_alone(cpu_platf
 
 
 @pytest.mark.parametrize(("device", "loads"), [("cpu", 0), ("cuda", 1)])
-def test_a_model_under_fsdp1_is_where_it_belongs_on_the_cpu_alone(cpu_platform, monkeypatch, device, loads):
+def test_only_on_the_cpu_an_fsdp1_model_is_not_loaded_to_a_device(cpu_platform, monkeypatch, device, loads):
     from verl.utils import device as verl_device
     from verl.utils import fsdp_utils
 
@@ -54,7 +54,7 @@ def test_a_model_under_fsdp1_is_where_it_belongs_on_the_cpu_alone(cpu_platform, 
 
 
 @pytest.mark.parametrize("on_cpu_platform", [True, False])
-def test_a_bf16_weight_stays_where_a_weight_sync_finds_it(monkeypatch, on_cpu_platform):
+def test_a_bf16_weight_stays_reloadable_by_a_weight_sync(monkeypatch, on_cpu_platform):
     from vllm.model_executor.layers import utils
 
     reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
@@ -74,7 +74,7 @@ def test_a_bf16_weight_stays_where_a_weight_sync_finds_it(monkeypatch, on_cpu_pl
 
 @pytest.fixture
 def bf16_experts(monkeypatch):
-    """On a processor with matrix units, whichever this one is: there vLLM packs experts."""
+    """As on a processor with AMX, where vLLM packs experts."""
     reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.ops._C, "prepack_moe_weight", object(), raising=False)
@@ -84,25 +84,25 @@ def bf16_experts(monkeypatch):
     return layer
 
 
-def test_bf16_experts_stay_where_a_weight_sync_finds_them(monkeypatch, bf16_experts):
+def test_bf16_experts_stay_reloadable_by_a_weight_sync(monkeypatch, bf16_experts):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    held, x = bf16_experts.w13_weight, torch.randn(3, 64).bfloat16()
-    held.weight_loader = loader = object()
+    weight, x = bf16_experts.w13_weight, torch.randn(3, 64).bfloat16()
+    weight.weight_loader = loader = object()
     moe = CPUFusedMOE(bf16_experts)
-    assert bf16_experts.w13_weight is held and held.weight_loader is loader
-    # What a weight sync writes is what the next product reads.
+    assert bf16_experts.w13_weight is weight and weight.weight_loader is loader
+    # The next product reads what a weight sync writes.
     weights, experts = torch.full((3, 1), 1.0), torch.tensor([[2]] * 3, dtype=torch.int32)
     before = moe.forward_method(bf16_experts, x, weights, experts, MoEActivation.SILU, 4)
-    held.data.mul_(2)
+    weight.data.mul_(2)
     after = moe.forward_method(bf16_experts, x, weights, experts, MoEActivation.SILU, 4)
     assert not torch.equal(after, before)
 
 
 @pytest.mark.parametrize(("platform", "packs"), [("cpu", (False, "none")), (None, (True, "amx"))])
-def test_bf16_experts_are_packed_off_the_cpu_platform_alone(monkeypatch, bf16_experts, platform, packs):
+def test_bf16_experts_are_packed_except_on_the_cpu_platform(monkeypatch, bf16_experts, platform, packs):
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
     monkeypatch.setenv("VERL_PLATFORM", platform) if platform else monkeypatch.delenv("VERL_PLATFORM", raising=False)
@@ -110,7 +110,7 @@ def test_bf16_experts_are_packed_off_the_cpu_platform_alone(monkeypatch, bf16_ex
 
 
 @pytest.mark.parametrize(("platform", "method"), [("cpu", "fork"), ("nvidia", "spawn")])
-def test_engine_processes_fork_on_the_cpu_platform_alone(monkeypatch, platform, method):
+def test_engine_processes_fork_only_on_the_cpu_platform(monkeypatch, platform, method):
     from vllm.utils import system_utils
 
     fork_on_cpu.FORK.apply()

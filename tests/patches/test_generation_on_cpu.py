@@ -1,10 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's rollout server answers as before, whatever ends a request, and vLLM makes two outputs for each of them.
+"""The patched rollout server gives stock verl's answers from two outputs a request, however a request ends.
 
-verl's server and vLLM's ``AsyncLLM`` are the real ones, over a scripted engine core that gives one token a step
-(``scripted_server.py``). Each test that compares runs the stock functions and the patched ones.
-"""
+verl's server and vLLM's ``AsyncLLM`` run over a scripted engine core (``scripted_server.py``)."""
 
 import ast
 import asyncio
@@ -42,10 +40,10 @@ def script(tokenizer) -> np.ndarray:
 
 @pytest.fixture
 def run(cpu_platform, tokenizer, script):
-    """``run(row, scene, **of the core)``: what ``scene(server, core)`` returns under the functions of a row."""
+    """``run(row, scene, **options of the core)``: what ``scene(server, core)`` returns, ``stock`` or ``patched``."""
 
     def run(row: str, scene, **options):
-        async def whole():
+        async def play():
             core = ScriptedCore(script, **options)
             server = scripted_server(core, tokenizer)
             try:
@@ -55,7 +53,7 @@ def run(cpu_platform, tokenizer, script):
                     server.engine.output_handler.cancel()
 
         with functions_of(row):
-            return asyncio.run(whole())
+            return asyncio.run(play())
 
     return run
 
@@ -81,9 +79,9 @@ def outputs_made(monkeypatch) -> list:
 
 
 async def begun(server, core, requests: int, steps: int) -> None:
-    """Waits until so many requests have so many tokens, and their callers have seen what is given to them."""
+    """Wait until ``requests`` requests have ``steps`` tokens each, and their callers have their first output."""
     states = server.engine.output_processor.request_states
-    while len(core.asked) < requests or any(s.detokenizer.num_output_tokens() < steps for s in states.values()):
+    while len(core.requests) < requests or any(s.detokenizer.num_output_tokens() < steps for s in states.values()):
         await asyncio.sleep(0)
     await asyncio.sleep(0.01)
 
@@ -92,7 +90,7 @@ REQUESTS_OF = {
     "length": {},
     "one token": {"max_tokens": 1},
     "no log-probabilities": {"logprobs": False},
-    "text is asked for": {"detokenize": True},
+    "with text": {"detokenize": True},
     "stop token": {"stop_token_ids": "of the script", "max_tokens": 100},
     "stop string": {"stop": ["sampled"], "max_tokens": 100},
     "stop string of several": {
@@ -106,7 +104,7 @@ REQUESTS_OF = {
 
 
 @pytest.mark.parametrize("what", REQUESTS_OF)
-def test_an_answer_is_the_stock_one(run, script, what):
+def test_an_answer_equals_the_stock_answer(run, script, what):
     def answers(row):
         async def scene(server, core):
             from vllm.sampling_params import RequestOutputKind
@@ -116,8 +114,8 @@ def test_an_answer_is_the_stock_one(run, script, what):
                 sampling["stop_token_ids"] = [int(script[25])]
             if "output_kind" in sampling:
                 sampling["output_kind"] = RequestOutputKind[sampling["output_kind"]]
-            found = await asyncio.gather(*(call(server, place, **sampling) for place in (0, 5, 400)))
-            return [answer.model_dump() for answer in found], sorted(core.aborted), server._admitting
+            outputs = await asyncio.gather(*(call(server, place, **sampling) for place in (0, 5, 400)))
+            return [output.model_dump() for output in outputs], sorted(core.aborted), server._admitting
 
         return run(row, scene)
 
@@ -130,20 +128,20 @@ def test_an_answer_is_the_stock_one(run, script, what):
             assert len(answer["log_probs"]) == len(answer["token_ids"]) and all(map(np.isfinite, answer["log_probs"]))
 
 
-def test_what_comes_with_single_tokens_is_in_the_answer(run):
-    """Experts of each token, the prompt's log-probabilities and its cached tokens with the first, a transfer's last."""
+def test_data_of_single_tokens_is_in_the_answer(run):
+    """Experts of each token, log-probabilities and cached tokens of the prompt, parameters of a KV transfer."""
 
     def more(done):
         import torch
         from vllm.v1.metrics.stats import PrefillStats
         from vllm.v1.outputs import LogprobsTensors
 
-        found = {"routed_experts": np.full((1 if done else 3, 2, 2), done, dtype=np.int16)}
+        fields = {"routed_experts": np.full((1 if done else 3, 2, 2), done, dtype=np.int16)}
         if done == 0:
             tokens, ranks = torch.tensor([[2, 8], [3, 9]]), torch.tensor([2, 1])
-            found["new_prompt_logprobs_tensors"] = LogprobsTensors(tokens, -tokens.float() / 7, ranks)
-            found["prefill_stats"] = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2)
-        return found | ({"kv_transfer_params": {"blocks": [4]}} if done == 11 else {})
+            fields["new_prompt_logprobs_tensors"] = LogprobsTensors(tokens, -tokens.float() / 7, ranks)
+            fields["prefill_stats"] = PrefillStats(num_prompt_tokens=3, num_cached_tokens=2)
+        return fields | ({"kv_transfer_params": {"blocks": [4]}} if done == 11 else {})
 
     def answer(row):
         async def scene(server, core):
@@ -161,7 +159,7 @@ def test_what_comes_with_single_tokens_is_in_the_answer(run):
     assert len(fields["prompt_logprobs"]) == 3 and fields["prompt_ids"][0] == [8]
 
 
-def test_log_probabilities_are_those_of_the_core_in_every_bit(run, script):
+def test_log_probabilities_equal_the_cores_in_every_bit(run, script):
     async def scene(server, core):
         return await call(server, 7, max_tokens=50)
 
@@ -182,17 +180,17 @@ def test_a_request_has_two_outputs(run, monkeypatch, row, outputs):
     assert len(made) == outputs
 
 
-def test_only_a_request_with_stop_strings_has_text(run):
+def test_only_requests_that_need_text_are_detokenized(run):
     async def scene(server, core):
         await asyncio.gather(call(server), call(server, stop=["x"]), call(server, detokenize=True))
-        return [request.sampling_params.detokenize for request in core.asked]
+        return [request.sampling_params.detokenize for request in core.requests]
 
     assert run("patched", scene) == [False, True, True]
 
 
 @pytest.mark.parametrize("ids", [("a", "b"), ("a", "a")], ids=["two ids", "one id"])
-def test_an_abort_of_all_gives_what_there_is_and_waits_for_nothing(run, script, ids):
-    """As before a weight sync; ``full_determinism`` repeats ids."""
+def test_an_abort_of_all_returns_partial_answers_at_once(run, script, ids):
+    """As before a weight sync; under ``full_determinism`` ids repeat."""
 
     def aborted(row):
         async def scene(server, core):
@@ -219,8 +217,8 @@ def test_an_abort_of_all_gives_what_there_is_and_waits_for_nothing(run, script, 
         assert answer["log_probs"] == log_probs_of(np.arange(3, 8)).astype(float).tolist()
 
 
-def test_an_abort_waits_for_the_first_token_of_what_was_admitted(run, script):
-    """As in stock verl: else a request whose answer is empty would be sent again and again."""
+def test_an_abort_waits_for_the_first_token_of_admitted_requests(run, script):
+    """As in stock verl, which would resend a request with an empty answer for ever."""
 
     async def scene(server, core):
         waiting = asyncio.create_task(call(server, 3, max_tokens=500))
@@ -235,36 +233,12 @@ def test_an_abort_waits_for_the_first_token_of_what_was_admitted(run, script):
     assert run("stock", scene, steps_wait=True) == run("patched", scene, steps_wait=True) == [int(script[3])]
 
 
-def test_an_abort_would_wait_for_a_minute_if_the_first_output_were_left_out(run, monkeypatch):
-    """Why the requests do not simply ask for the last output: verl's gate counts on the first."""
-    from verl.workers.rollout.vllm_rollout import vllm_async_server
-    from vllm.sampling_params import RequestOutputKind
-
-    warnings = []
-    monkeypatch.setattr(vllm_async_server, "_GATE_BARRIER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(vllm_async_server.logger, "warning", lambda *said: warnings.append(said[0]))
-
-    def scene(**sampling):
-        async def scene(server, core):
-            waiting = asyncio.create_task(call(server, 3, max_tokens=500, **sampling))
-            core.allow(5)
-            await begun(server, core, 1, 5)
-            await server.abort_all_requests()
-            return len((await waiting).token_ids)
-
-        return scene
-
-    assert run("patched", scene(), steps_wait=True) == 5 and not warnings
-    assert run("patched", scene(output_kind=RequestOutputKind.FINAL_ONLY), steps_wait=True) == 5
-    assert "timed out" in warnings[0]
-
-
 @BOTH
-def test_a_request_that_is_aborted_before_its_first_token_is_empty(run, row):
+def test_a_request_aborted_before_its_first_token_is_empty(run, row):
     async def scene(server, core):
         waiting = asyncio.create_task(call(server, max_tokens=500))
         await begun(server, core, 1, 0)
-        await server.engine.abort(core.asked[0].request_id, internal=True)
+        await server.engine.abort(core.requests[0].request_id, internal=True)
         return (await waiting).model_dump()
 
     answer = run(row, scene, steps_wait=True)
@@ -272,12 +246,12 @@ def test_a_request_that_is_aborted_before_its_first_token_is_empty(run, row):
 
 
 @BOTH
-def test_one_request_is_aborted_and_the_other_goes_on(run, script, row):
+def test_aborting_one_request_does_not_end_the_other(run, script, row):
     async def scene(server, core):
         calls = [asyncio.create_task(call(server, 3, name, max_tokens=9)) for name in "ab"]
         core.allow(4)
         await begun(server, core, 2, 4)
-        await server.abort_request(core.asked[0].request_id)
+        await server.abort_request(core.requests[0].request_id)
         core.allow(10)
         return [
             (answer.token_ids, len(answer.log_probs), answer.stop_reason) for answer in await asyncio.gather(*calls)
@@ -289,7 +263,7 @@ def test_one_request_is_aborted_and_the_other_goes_on(run, script, row):
 
 
 @BOTH
-def test_a_caller_that_goes_away_ends_its_request(run, row):
+def test_a_cancelled_caller_ends_its_request(run, row):
     async def scene(server, core):
         waiting = asyncio.create_task(call(server, max_tokens=500))
         core.allow(4)
@@ -297,13 +271,13 @@ def test_a_caller_that_goes_away_ends_its_request(run, row):
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        return core.aborted == [core.asked[0].request_id], server._admitting, len(core.running)
+        return core.aborted == [core.requests[0].request_id], server._admitting, len(core.running)
 
     assert run(row, scene, steps_wait=True) == (True, 0, 0)
 
 
 @BOTH
-def test_an_engine_that_fails_reaches_every_caller(run, row):
+def test_an_engine_failure_reaches_every_caller(run, row):
     async def scene(server, core):
         waiting = [asyncio.create_task(call(server, place, max_tokens=500)) for place in (0, 1)]
         core.allow(4)
@@ -316,32 +290,32 @@ def test_an_engine_that_fails_reaches_every_caller(run, row):
 
 
 @pytest.mark.parametrize("kind", ["DELTA", "CUMULATIVE"])
-def test_whoever_else_uses_the_engine_has_its_stream(run, script, kind):
-    """verl's request comes first: the task that handles outputs is made in its context and lives on."""
+def test_other_users_of_the_engine_keep_their_stream(run, script, kind):
+    """verl's request comes first: the task that handles outputs starts in its context and outlives it."""
 
     async def scene(server, core):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ours = asyncio.create_task(call(server, 0, max_tokens=20))
+        request = asyncio.create_task(call(server, 0, max_tokens=20))
         core.allow(1)
         await begun(server, core, 1, 1)
         params = SamplingParams(max_tokens=6, logprobs=2, output_kind=RequestOutputKind[kind])
-        stream, seen = server.engine.generate({"prompt_token_ids": [1]}, params, "other-3"), []
+        stream, streamed = server.engine.generate({"prompt_token_ids": [1]}, params, "other-3"), []
         asyncio.get_running_loop().call_later(0.05, core.allow, 1)  # the stream begins with its first reader
         async for output in stream:
-            seen.append((len(output.outputs[0].token_ids), output.outputs[0].text, len(output.outputs[0].logprobs)))
+            streamed.append((len(output.outputs[0].token_ids), output.outputs[0].text, len(output.outputs[0].logprobs)))
             core.allow(1)
         core.allow(20)
-        return seen, (await ours).token_ids
+        return streamed, (await request).token_ids
 
-    seen, ours = run("patched", scene, steps_wait=True)
-    assert ours == script[:20].tolist()
-    assert [tokens for tokens, *_ in seen] == ([1] * 6 if kind == "DELTA" else [1, 2, 3, 4, 5, 6])
-    assert any(text for _, text, _ in seen) and all(tokens == kept for tokens, _, kept in seen)
+    streamed, token_ids = run("patched", scene, steps_wait=True)
+    assert token_ids == script[:20].tolist()
+    assert [tokens for tokens, *_ in streamed] == ([1] * 6 if kind == "DELTA" else [1, 2, 3, 4, 5, 6])
+    assert any(text for _, text, _ in streamed) and all(tokens == logprobs for tokens, _, logprobs in streamed)
 
 
-def test_a_prompts_log_probabilities_and_those_of_other_tokens_are_kept_by_vllm(run):
+def test_vllm_processes_log_probabilities_of_prompts_and_other_tokens(run):
     async def scene(server, core):
         token = home(OUTPUTS).FIRST_AND_LAST.set(True)
         processor = server.engine.output_processor
@@ -362,63 +336,60 @@ def test_a_prompts_log_probabilities_and_those_of_other_tokens_are_kept_by_vllm(
     assert run("patched", scene) == ["_SampledLogProbs"] + ["LogprobsProcessor"] * 3
 
 
-def test_what_stands_for_vllms_log_probabilities_has_what_is_asked_of_it():
-    """Each attribute of vLLM's class that its output processor and its requests' states read."""
+def test_the_log_probability_processor_has_every_attribute_that_vllm_reads():
     from vllm.v1.engine import output_processor
 
-    kept = home(OUTPUTS)._SampledLogProbs()
-    asked = {
+    processor = home(OUTPUTS)._SampledLogProbs()
+    read = {
         node.attr
         for node in ast.walk(ast.parse(inspect.getsource(output_processor)))
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("logprobs_processor")
     }
-    # Of a stream of differences alone, which is left as it is.
-    assert asked - {"pop_prompt_logprobs"} == {
+    # Only a DELTA stream, which is not patched, reads pop_prompt_logprobs.
+    assert read - {"pop_prompt_logprobs"} == {
         "logprobs",
         "prompt_logprobs",
         "cumulative_logprob",
         "update_from_output",
     }
-    assert all(hasattr(kept, name) for name in asked - {"pop_prompt_logprobs"})
+    assert all(hasattr(processor, name) for name in read - {"pop_prompt_logprobs"})
 
 
 def test_a_token_that_was_not_sampled_has_no_log_probability():
-    kept = home(OUTPUTS)._SampledLogProbs()
-    kept.tokens, kept.values = [5, 6], [-1.0, -2.0]
-    assert len(kept) == 2 and [position[token].logprob for token, position in zip((5, 6), kept, strict=True)] == [
-        -1,
-        -2,
-    ]
+    log_probs = home(OUTPUTS)._SampledLogProbs()
+    log_probs.tokens, log_probs.values = [5, 6], [-1.0, -2.0]
+    assert len(log_probs) == 2
+    assert [position[token].logprob for token, position in zip((5, 6), log_probs, strict=True)] == [-1, -2]
     with pytest.raises(KeyError):
-        next(iter(kept))[6]
+        next(iter(log_probs))[6]
 
 
-def test_the_plugin_applies_both_parts_under_every_precision():
+def test_the_plugin_applies_both_patches_under_every_precision():
     assert [PATCHED_FOR_EVERY_PRECISION[patch.module] for patch in (OUTPUTS, REQUESTS)] == ["generation"] * 2
-    assert not OUTPUTS.needed and not REQUESTS.needed, "a run goes on without them, slower"
+    assert not OUTPUTS.needed and not REQUESTS.needed, "a run without them is only slower"
 
 
-def test_ray_sees_an_asynchronous_method_with_verls_parameters(cpu_platform):
+def test_ray_gets_an_asynchronous_method_with_verls_parameters(cpu_platform):
     REQUESTS.apply()
     generate = current(REQUESTS)
     assert inspect.iscoroutinefunction(generate)
     assert {"prompt_ids", "sampling_params"} <= set(inspect.signature(generate).parameters)
 
 
-def test_without_vllms_part_the_server_answers_all_the_same(run, monkeypatch):
+def test_without_the_vllm_patch_the_server_still_answers(run, monkeypatch):
     from vllm.v1.engine import output_processor
 
     async def scene(server, core):
         monkeypatch.delattr(output_processor, "FIRST_AND_LAST")
         with stock_in_place(OUTPUTS):
             answer = await call(server, 3)
-        return answer.stop_reason, core.asked[0].sampling_params.detokenize
+        return answer.stop_reason, core.requests[0].sampling_params.detokenize
 
     assert run("patched", scene) == ("completed", False)
 
 
-def test_an_answer_holds_nothing_of_ours(run):
-    """It travels to another process."""
+def test_an_answer_has_no_type_of_the_plugin(run):
+    """It is sent to another process."""
 
     async def scene(server, core):
         return await call(server, 3)

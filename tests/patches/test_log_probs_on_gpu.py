@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""patches/log_probs.py, see log_probs_checks.py."""
+"""patches/log_probs.py on a GPU, see log_probs_checks.py."""
 
 import pytest
 import torch

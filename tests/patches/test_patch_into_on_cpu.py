@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl patch --into``: a checkout gets the replacements, they work there, and the plugin leaves them alone."""
+"""``jetrl patch --into``: a checkout gets the replacements, which pass their tests; the plugin does not apply them."""
 
 import ast
 import importlib.util
@@ -26,11 +26,11 @@ OWN_TESTS = {
     "patches/test_log_probs_on_cpu.py": "",
     "patches/test_replay_buffer_on_cpu.py": "",
     "patches/test_weight_sync_on_cpu.py": "",
-    "faults/test_two_runs_on_cpu.py": "::test_verls_sender_and_receiver_have_the_form_that_is_patched",
-    "faults/test_damaged_checkpoint_on_cpu.py": "::test_a_tracker_whose_checkpoint_is_gone_does_not_start_from_scratch",
+    "faults/test_two_runs_on_cpu.py": "::test_the_patched_sender_and_receiver_share_an_address",
+    "faults/test_damaged_checkpoint_on_cpu.py": "::test_a_tracker_with_a_missing_checkpoint_is_refused",
     "metrics/test_mismatch_on_cpu.py": "",
 }
-"""Files, and where a file is about more than a patch the test in it."""
+"""Test files of patches, with the test where a file has others."""
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +57,16 @@ def run(*words: str):
     return CliRunner().invoke(app, ["patch", *words])
 
 
-def test_every_file_that_makes_a_patch_is_listed():
-    """A patch that is left out is applied by the plugin, but ``jetrl patch`` and ``jetrl doctor`` never see it."""
+def test_every_module_that_defines_a_patch_is_listed():
+    """The plugin would apply an unlisted patch, but ``jetrl patch`` and ``jetrl doctor`` would not show it."""
     folder = Path(package.__file__).parent
     trees = {file.stem: ast.parse(file.read_text()) for file in folder.rglob("*.py")}
-    making = {
+    defining = {
         name
         for name, tree in trees.items()
         if any(isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Patch") for node in ast.walk(tree))
     }
-    assert sorted(making) == list(package.MODULES)
+    assert sorted(defining) == list(package.MODULES)
     for name in package.MODULES:
         module = importlib.import_module(f"{package.__name__}.{name}")
         made = [value for value in vars(module).values() if isinstance(value, Patch)]
@@ -83,8 +83,8 @@ def test_a_checkout_is_patched_and_the_diff_is_printed(checkout):
     done = run("--into", str(checkout))
     assert done.exit_code == 0 and set(states(checkout)) == {PATCHED}
     assert done.stdout == dry.stdout
-    assert run("--into", str(checkout / "verl")).stdout == "", "a second time nothing is left to change"
-    # The diff is one that git applies: to the pinned sources it gives what was written.
+    assert run("--into", str(checkout / "verl")).stdout == "", "the second call changes nothing"
+    # git applies the diff to the pinned sources, with the same result.
     again = checkout / "again"
     for patch in all_patches():
         (again / patch.path).parent.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def test_the_patches_own_tests_pass_on_a_patched_checkout(checkout):
     assert run_there.stdout.count("left alone: ") == len(all_patches())
 
 
-def test_a_function_that_is_not_the_pinned_one_is_refused_and_nothing_is_written(tmp_path):
+def test_a_changed_function_is_refused_and_nothing_is_written(tmp_path):
     for patch in all_patches():
         if patch.project == "verl":
             (source,) = importlib.util.find_spec("verl").submodule_search_locations
@@ -130,6 +130,6 @@ def test_a_function_that_is_not_the_pinned_one_is_refused_and_nothing_is_written
     assert {path: path.read_text() for path in tmp_path.rglob("*.py")} == before
 
 
-def test_a_folder_without_either_is_refused(tmp_path):
+def test_a_folder_without_verl_and_vllm_is_refused(tmp_path):
     refused = run("--into", str(tmp_path))
     assert refused.exit_code == 1 and "holds neither verl nor vllm" in refused.stderr

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""scripts/reach.json is what the tree reaches of verl, vLLM, Ray and Hydra, and their sources are the pinned ones."""
+"""scripts/reach.json lists every name of verl, vLLM, Ray and Hydra in use, and their sources are the pinned ones."""
 
 import ast
 import importlib
@@ -29,7 +29,7 @@ def stored():
     return json.loads(reach.STORED.read_text())
 
 
-def test_nothing_of_theirs_changed(stored, sources):
+def test_sources_in_reach_are_the_pinned_ones(stored, sources):
     states = reach.compare(stored, sources)
     changed = {place: state for place, state in states.items() if state != "unchanged"}
     assert not changed, reach.report(stored, changed)
@@ -37,18 +37,18 @@ def test_nothing_of_theirs_changed(stored, sources):
 
 
 def test_every_use_is_listed(stored, sources):
-    found = reach.collect(PACKAGE, sources)
-    assert found == {place: entry["uses"] for place, entry in stored.items()}, UPDATE
+    uses = reach.collect(PACKAGE, sources)
+    assert uses == {place: entry["uses"] for place, entry in stored.items()}, UPDATE
     for patch in all_patches():
-        assert f"replaced {patch.file}" in found[patch.replaces]
+        assert f"replaced {patch.file}" in uses[patch.replaces]
 
 
-def test_every_private_name_of_a_value_is_listed_or_another_projects(stored):
+def test_every_private_attribute_is_listed_or_of_another_project(stored):
     unlisted = reach.unlisted(PACKAGE, {place: entry["uses"] for place, entry in stored.items()})
     assert not unlisted, f"name each in the {reach.TABLE} of its file, or its owner in reach.ELSEWHERE: {unlisted}"
 
 
-def test_what_tables_name_is_there_and_used(stored):
+def test_names_in_the_tables_exist_and_are_used(stored):
     named = 0
     for where, module in reach.files_of(PACKAGE, reach.Sources({PACKAGE.name: PACKAGE})):
         tree = module.tree
@@ -57,7 +57,7 @@ def test_what_tables_name_is_there_and_used(stored):
         for place in module.table:
             named += 1
             assert stored[place]["sha256"] is not None, f"{place}, which {where} names, is not there"
-            # Of a class whose instances are turned into ours all methods are in use.
+            # Subclassing a class uses all its methods.
             name = place.partition(":")[2].split(".")
             bases = {base.id for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
             assert name[-1] in words or name[0] in bases, f"{where} does not use {place}"
@@ -65,8 +65,8 @@ def test_what_tables_name_is_there_and_used(stored):
     assert named > 30
 
 
-def test_private_names_of_other_projects_are_theirs():
-    """Nobody's name stays in the list after its last use, and each is where the list says."""
+def test_private_attributes_of_other_projects_exist():
+    """Every listed attribute is in use and is where the list says."""
     assert set(reach.ELSEWHERE) <= reach.asked_for(PACKAGE)
     for name, owner in reach.ELSEWHERE.items():
         module, _, holder = owner.partition(":")
@@ -76,19 +76,19 @@ def test_private_names_of_other_projects_are_theirs():
         assert module.partition(".")[0] not in reach.PROJECTS
 
 
-def test_overrides_by_python_itself_are_listed(stored, cpu_platform):
-    """The method resolution order of classes that can be imported here, against what the source told."""
+def test_overrides_in_the_method_resolution_order_are_listed(stored, cpu_platform):
+    """The method resolution order of importable classes agrees with what the source shows."""
     seen = 0
     for name in ("rollout.worker", "rollout.sampler", "rollout.method", "targets.configs", "train.engine"):
         module = importlib.import_module(f"jetrl_verl.{name}")
         for value in list(vars(module).values()):
             if not isinstance(value, type) or not value.__module__.startswith("jetrl_verl."):
                 continue
-            ours = [base for base in value.__mro__ if base.__module__.startswith("jetrl_verl.")]
-            theirs = [base for base in value.__mro__ if base.__module__.partition(".")[0] in reach.PROJECTS]
-            for base in ours:
+            own = [base for base in value.__mro__ if base.__module__.startswith("jetrl_verl.")]
+            upstream = [base for base in value.__mro__ if base.__module__.partition(".")[0] in reach.PROJECTS]
+            for base in own:
                 for method, function in vars(base).items():
-                    holder = next((other for other in theirs if method in vars(other)), None)
+                    holder = next((other for other in upstream if method in vars(other)), None)
                     written = getattr(function, "__module__", None) == base.__module__ and "<" not in method
                     file = getattr(getattr(function, "__code__", None), "co_filename", "")
                     if holder is None or not written or not file.startswith(str(PACKAGE)):
@@ -98,7 +98,7 @@ def test_overrides_by_python_itself_are_listed(stored, cpu_platform):
     assert seen > 20
 
 
-def test_a_new_override_and_a_new_private_name_are_found(sources, tmp_path):
+def test_a_new_override_and_a_new_private_name_are_collected(sources, tmp_path):
     package = tmp_path / "jetrl_verl"
     package.mkdir()
     (package / "patches").mkdir()
@@ -106,21 +106,21 @@ def test_a_new_override_and_a_new_private_name_are_found(sources, tmp_path):
     (package / "new.py").write_text(
         "from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer\n"
         "from vllm import _custom_ops as ops\n"
-        "class Ours:\n"
+        "class Mixin:\n"
         "    def _select_prompt_uids(self, *args):\n"
         "        return self.poll_interval, ops.scaled_fp4_quant\n"
-        "class Buffer(Ours, ReplayBuffer):\n"
+        "class Buffer(Mixin, ReplayBuffer):\n"
         "    def sample(self, *args):\n"
         "        return super().sample(*args)\n"
     )
-    found = reach.collect(package, sources)
+    uses = reach.collect(package, sources)
     buffer = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer"
-    assert found[f"{buffer}.sample"] == ["overridden new.py"]
-    assert f"{buffer}._select_prompt_uids" in found and f"{buffer}.poll_interval" in found
-    assert found["vllm._custom_ops:scaled_fp4_quant"] == ["private new.py"]
+    assert uses[f"{buffer}.sample"] == ["overridden new.py"]
+    assert f"{buffer}._select_prompt_uids" in uses and f"{buffer}.poll_interval" in uses
+    assert uses["vllm._custom_ops:scaled_fp4_quant"] == ["private new.py"]
 
 
-def test_a_private_name_of_an_instance_is_found_until_its_file_names_it(sources, tmp_path):
+def test_a_private_attribute_is_unlisted_until_its_file_names_it(sources, tmp_path):
     package = tmp_path / "jetrl_verl"
     (package / "patches").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -145,15 +145,14 @@ def test_a_private_name_of_an_instance_is_found_until_its_file_names_it(sources,
     assert reach.unlisted(package, reach.collect(package, sources)) == expected
     (package / "new.py").write_text(f"{source}REACHES = ({place!r},)\n")
     del expected["_wait_for_next_poll"]
-    found = reach.collect(package, sources)
-    assert reach.unlisted(package, found) == expected
-    assert found[place] == ["private new.py"]
+    uses = reach.collect(package, sources)
+    assert reach.unlisted(package, uses) == expected
+    assert uses[place] == ["private new.py"]
 
 
-def test_only_real_changes_are_named_and_by_our_file(stored, tmp_path):
+def test_only_real_changes_are_reported(stored, tmp_path):
     path = "trainer/ppo/v1/replay_buffer.py"
-    theirs = reach.installed()["verl"]
-    text = (theirs / path).read_text()
+    text = (reach.installed()["verl"] / path).read_text()
     copy = tmp_path / "verl" / path
     copy.parent.mkdir(parents=True)
     place = "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll"

@@ -1,9 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl's replay buffer sees soon that the rollouts are done, without asking all the time.
-
-The clock is the tests' own, so that a busy machine changes nothing.
-"""
+"""verl's replay buffer notices finished rollouts soon, without polling all the time. The clock is simulated."""
 
 import pytest
 from patch_home import home
@@ -12,7 +9,7 @@ from jetrl_verl.patches.replay_buffer import POLL
 
 
 class Clock:
-    """What verl and the patch use of ``time``; ``sleep`` ends at once and moves the hand."""
+    """The functions of ``time`` that verl and the patch use; ``sleep`` returns at once."""
 
     def __init__(self) -> None:
         self.now, self.waits = 1000.0, []
@@ -26,13 +23,13 @@ class Clock:
 
 
 class Queue:
-    """verl's queue with one prompt, whose two responses are done after a while; an answer takes ``listing`` seconds."""
+    """verl's queue with one prompt, done after ``done_after`` seconds; a listing lasts ``listing`` seconds."""
 
     def __init__(self, clock: Clock, done_after: float, listing: float = 0.0) -> None:
-        self.clock, self.done_at, self.listing, self.asked = clock, clock.now + done_after, listing, 0
+        self.clock, self.done_at, self.listing, self.listings = clock, clock.now + done_after, listing, 0
 
     def kv_list(self):
-        self.asked += 1
+        self.listings += 1
         self.clock.now += self.listing
         status = "finished" if self.clock.now >= self.done_at else "running"
         prompt = {"uid": {"is_prompt": True, "global_steps": 1, "status": status}}
@@ -61,7 +58,7 @@ def buffer(clock):
 
 @pytest.fixture
 def generate(clock, buffer, monkeypatch):
-    """Seconds that the trainer waits for a step's rollouts, and how often it asked for them."""
+    """Callable: seconds from the end of a step's rollouts until the trainer has them, and the number of listings."""
     from verl.trainer.ppo.v1 import replay_buffer
 
     def wait(done_after: float, listing: float = 0.0) -> tuple[float, int]:
@@ -69,28 +66,28 @@ def generate(clock, buffer, monkeypatch):
         monkeypatch.setattr(replay_buffer, "tq", queue)
         batch, _ = buffer.sample(1, "train", 1)
         assert batch.keys == ["uid_0_0", "uid_1_0"]
-        return clock.now - queue.done_at, queue.asked
+        return clock.now - queue.done_at, queue.listings
 
     return wait
 
 
-def test_a_step_does_not_wait_two_seconds_for_rollouts_that_are_done(generate, buffer):
-    late, asked = generate(0.32)
+def test_a_step_does_not_wait_two_seconds_for_finished_rollouts(generate, buffer):
+    late, listings = generate(0.32)
     assert late <= 0.05 + 1e-6, "verl's own interval ends 1.68 s after the rollouts"
-    assert asked > 2
+    assert listings > 2
     assert buffer.poll_interval == 2.0, "the trainer that switches between rollout and update reads it as a threshold"
 
 
-def test_the_first_question_of_a_later_step_does_not_count_the_update_between_them(generate, clock):
+def test_the_update_does_not_lengthen_the_first_wait_of_the_next_step(generate, clock):
     generate(0.12)
     clock.now += 60.0  # the update; nine times as long is more than verl's interval
     late, _ = generate(0.12)
     assert late <= 0.05 + 1e-6
 
 
-def test_a_long_answer_is_not_asked_for_all_the_time(generate, clock):
-    _, asked = generate(3.0, listing=0.05)
-    assert 0.05 * asked <= 0.11 * (3.0 + 0.5), "listing takes a tenth of the time at most"
+def test_a_slow_listing_is_polled_less_often(generate, clock):
+    _, listings = generate(3.0, listing=0.05)
+    assert 0.05 * listings <= 0.11 * (3.0 + 0.5), "listing takes a tenth of the time at most"
     clock.waits.clear()
     generate(3.0, listing=1.0)
     assert max(clock.waits) == 2.0, "no wait is longer than verl's own"
@@ -102,7 +99,7 @@ def test_another_interval_can_be_set(generate, clock, monkeypatch):
     assert clock.waits == [0.2, 0.2]
 
 
-def test_an_interval_below_ours_is_kept(generate, buffer, clock):
+def test_a_shorter_interval_of_verl_is_kept(generate, buffer, clock):
     buffer.poll_interval = 0.01
     generate(0.1)
     assert set(clock.waits) == {0.01}
@@ -114,5 +111,5 @@ def test_the_interval_comes_from_the_environment():
 
     script = "from jetrl_verl.patches import replay_buffer; print(replay_buffer.POLL_SECONDS)"
     environment = {"VERL_REPLAY_BUFFER_POLL_SECONDS": "0.5", "PYTHONPATH": ":".join(sys.path)}
-    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "0.5"
+    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "0.5"

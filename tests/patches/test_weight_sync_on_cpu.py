@@ -14,7 +14,7 @@ from jetrl_verl.patches.weight_sync import TIME_LIMIT
 
 
 def test_a_dead_rollout_worker_is_an_error_in_bounded_time(cpu_platform, monkeypatch, tmp_path):
-    """Nobody listens at the other end, as after a kill; verl's own sender would wait for ever."""
+    """Nobody listens at the other end, as after a kill; stock verl's sender would wait for ever."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     monkeypatch.setattr(home(TIME_LIMIT), "TIMEOUT_SECONDS", 1.0)
@@ -25,7 +25,7 @@ def test_a_dead_rollout_worker_is_an_error_in_bounded_time(cpu_platform, monkeyp
     assert time.monotonic() - started < 10
 
 
-def test_a_worker_that_dies_between_buckets_is_an_error_too(cpu_platform, monkeypatch, tmp_path):
+def test_a_worker_that_dies_between_buckets_is_an_error(cpu_platform, monkeypatch, tmp_path):
     import threading
 
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
@@ -47,8 +47,8 @@ def test_a_worker_that_dies_between_buckets_is_an_error_too(cpu_platform, monkey
     thread.join()
 
 
-def test_a_request_that_its_connection_lost_is_an_error_too(cpu_platform):
-    """What libzmq leaves behind when the worker goes away between the frames of a request: nothing was asked."""
+def test_a_request_lost_with_its_connection_is_an_error(cpu_platform):
+    """libzmq's state after a worker dies between the frames of a request: no request is pending."""
     gone = pytest.raises(RuntimeError, match="rollout worker went away .*; it has died")
     with zmq.Context() as context, context.socket(zmq.REQ) as socket, gone:
         home(TIME_LIMIT)._TimedSocket(socket).recv()

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Every script prints its help; kernels.py checks what it times."""
+"""Every script prints its help; kernels.py checks the results that it times."""
 
 import argparse
 import json

@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Host work of a weight sync and of a layer: weight_sync.py and layer_host_time.py count calls and launches without a
-GPU. The counts must not rise."""
+"""Host work of a weight sync and of a layer, counted without a GPU by weight_sync.py and layer_host_time.py."""
 
 import json
 import os
@@ -42,13 +41,13 @@ def operators(sync: dict, precision: str, side: str, part: str = "stream") -> in
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("side", "most", "views"), [("sender", 265, 1250), ("receiver", 185, 1600)])
-def test_a_side_of_a_sync_calls_fewer_operators_than_bf16s(sync, side, most, views):
+def test_each_side_of_a_sync_calls_fewer_operators_than_bf16(sync, side, most, views):
     counts = sync["jet_fp8"]["counts"][side]
     assert 0 < operators(sync, "jet_fp8", side) <= most < operators(sync, "bf16", side)
     assert 0 < counts["views"]["stream"] <= views < sync["bf16"]["counts"][side]["views"]["stream"]
 
 
-def test_weights_are_quantized_and_sent_in_stacks(sync):
+def test_weights_are_quantized_and_sent_in_batches(sync):
     assert operators(sync, "jet_fp8", "sender", "quantizer") == 3 * 36 // 3, "three widths, three layers together"
     assert sync["jet_fp8"]["counts"]["pieces"] <= 51 < sync["bf16"]["counts"]["pieces"] == 399
 
@@ -63,7 +62,7 @@ def launches(layer: dict, precision: str, phase: str) -> float:
     return sum(layer[precision]["counts"][phase].get(kind, 0) for kind in LAUNCHES)
 
 
-def test_a_layer_in_fp8_has_under_half_of_the_stock_layers_launches(layer):
+def test_an_fp8_layer_has_under_half_the_launches_of_the_stock_layer(layer):
     assert launches(layer, "bf16", "forward") > 50 and launches(layer, "bf16", "backward") > 150
     for phase, most in (("forward", 24), ("backward", 70)):
         assert 0 < launches(layer, "jet_fp8", phase) <= most

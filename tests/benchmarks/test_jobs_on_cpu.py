@@ -1,7 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of verl that verl_step.py, exact_over_ranks.py and engine_alone.py make: verl accepts them, and a run is exact
-only where nothing differs."""
+"""verl accepts the jobs of verl_step.py, exact_over_ranks.py and engine_alone.py; what makes a run exact."""
 
 import argparse
 
@@ -57,7 +56,7 @@ def test_verl_accepts_every_cell_over_ranks(name, model, tmp_path):
 EXACT = {"status": 0, "steps": 3, "moved": 3, "response_length": 2048.0, **dict.fromkeys(MISMATCH, 0.0)}
 
 
-def test_a_run_is_exact_where_nothing_differs():
+def test_a_run_without_differences_is_exact():
     assert exact_over_ranks.judged(EXACT, 2048) == {**EXACT, "exact": "yes"}
 
 
@@ -69,19 +68,19 @@ def test_a_difference_or_a_missing_figure_is_not_exact(name, value):
 
 
 @pytest.mark.parametrize("changed", [{"steps": 2}, {"moved": 2}, {"response_length": 2047.5}, {"status": 1}])
-def test_a_run_that_did_less_than_it_was_to_do_is_not_exact(changed):
+def test_an_incomplete_run_is_not_exact(changed):
     result = exact_over_ranks.judged({**EXACT, **changed}, 2048)
     assert result["exact"] == "no" and result["status"] == 1
 
 
-def test_the_engine_alone_starts_with_the_arguments_of_the_run(model, tmp_path, cpu_platform):
+def test_the_engine_alone_has_the_arguments_of_the_run(model, tmp_path, cpu_platform):
     row = parse_row("jet_fp8", verl_step.ROWS, "a row")
     config = accepted(verl_step.words_of(row, step_options(), model, tmp_path, RunPaths(tmp_path)))
     arguments = engine_alone.engine_arguments(config)
     assert arguments.model == str(model) and arguments.max_num_seqs == 8 and arguments.load_format == "dummy"
 
 
-def test_a_file_of_results_is_added_to_and_refuses_other_settings(tmp_path):
+def test_results_are_appended_and_other_settings_refused(tmp_path):
     from rich.console import Console
 
     file, build = tmp_path / "runs.json", {"gpu": "NVIDIA H200"}

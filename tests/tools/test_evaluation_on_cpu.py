@@ -94,14 +94,14 @@ def test_a_reward_without_accuracy_is_the_score(judge, monkeypatch):
 
 def test_every_run_is_scored_on_the_same_subset_of_problems(job, tmp_path, monkeypatch):
     """verl draws it from the training's seed, and the file that is read may be that of any run."""
-    asked = []
-    monkeypatch.setattr(evaluate, "Engine", lambda config, prompts: asked.append(prompts))
+    prompt_lists = []
+    monkeypatch.setattr(evaluate, "Engine", lambda config, prompts: prompt_lists.append(prompts))
     for seed in (1, 2, 3):
         config = load_config(job / "config.yaml")
         config.data.update({"seed": seed, "shuffle": True, "val_max_samples": 3})
         OmegaConf.save(config, tmp_path / "config.yaml")
         evaluate.evaluate(Request(str(tmp_path / "config.yaml"), {}, 0.0, 1))
-    assert len(asked[0]) == 3 and asked[0] == asked[1] == asked[2]
+    assert len(prompt_lists[0]) == 3 and prompt_lists[0] == prompt_lists[1] == prompt_lists[2]
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_a_wrong_shape_and_an_error_are_reported(monkeypatch):
 
 def test_an_unavailable_or_unsupporting_backend_is_not_called(monkeypatch):
     def fail(*_, **__):
-        raise AssertionError("asked")
+        raise AssertionError("called")
 
     plant(monkeypatch, CALLS[0], fail, supports=lambda *_, **__: False)
     assert self_check.outcomes(CPU) == []

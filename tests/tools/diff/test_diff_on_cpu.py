@@ -256,10 +256,10 @@ def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_
     """One engine per rollout generates the same tokens; with all kinds corrected the mismatch is exactly zero."""
     request, recordings = exact[2][1], {}
 
-    def repeated(asked, *args):
-        kind = None if asked.jetrl is None else asked.jetrl["rollout"]
+    def repeated(engine_request, *args):
+        kind = None if engine_request.jetrl is None else engine_request.jetrl["rollout"]
         if kind not in recordings:
-            recordings[kind] = run_here(asked, request.responses, max_num_seqs=4)
+            recordings[kind] = run_here(engine_request, request.responses, max_num_seqs=4)
         return recordings[kind]
 
     monkeypatch.setattr(run, "run_engine", repeated)

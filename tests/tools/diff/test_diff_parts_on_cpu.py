@@ -103,15 +103,15 @@ def test_prompts_of_every_form(folder):
 
     tokenizer = build_tokenizer()
     messages = [{"role": "user", "content": "1+2"}]
-    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     (folder / "a.txt").write_text("1+2\n\n1+2\n1+2\n")
     rows = [{"prompt": "1+2"}, {"prompt": messages}, {"prompt_token_ids": [5, 6, 7]}]
     (folder / "b.jsonl").write_text("\n".join(map(json.dumps, rows)))
     table = pyarrow.table({"prompt": [messages] * 3, "data_source": ["a", "b", "c"]})
     pyarrow.parquet.write_table(table, folder / "c.parquet")
-    assert read_prompts(folder, folder / "a.txt", 2).ids == [asked, asked]
-    assert read_prompts(folder, folder / "b.jsonl", 9).ids == [asked, asked, [5, 6, 7]]
-    assert read_prompts(folder, folder / "c.parquet", 2).ids == [asked, asked]
+    assert read_prompts(folder, folder / "a.txt", 2).ids == [ids, ids]
+    assert read_prompts(folder, folder / "b.jsonl", 9).ids == [ids, ids, [5, 6, 7]]
+    assert read_prompts(folder, folder / "c.parquet", 2).ids == [ids, ids]
     built_in = read_prompts(folder, None, 4)
     assert len(built_in.ids) == len(BUILT_IN) == 4
     assert built_in.vocabulary == len(tokenizer) and built_in.positions == 64

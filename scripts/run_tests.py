@@ -56,13 +56,16 @@ class Process:
     minutes: float = 0.0
     gigabytes: float = 0.0
 
-    def start(self, folder: Path) -> None:
+    def start(self, folder: Path, is_alone: bool) -> None:
+        """Run pytest; its output goes to a file, or to the terminal if ``is_alone``."""
         self.report, self.output = folder / f"{self.name}.xml", folder / f"{self.name}.txt"
         command = [*PYTEST, f"--junitxml={self.report}", *self.words]
+        environment = {**os.environ, **self.environment}
+        print(f"--- {self.name}: started", flush=True)
         self._began = time.monotonic()
         with self.output.open("wb") as file:
-            environment = {**os.environ, **self.environment}
-            self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            into = None if is_alone else file
+            self.popen = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=into, stderr=into)
 
     def ended(self) -> bool:
         """Whether it has ended; reaped here, since ``Popen`` does not say what a process used."""
@@ -105,7 +108,7 @@ def run(queue: list[Process], at_once: int, folder: Path) -> None:
         while waiting or running:
             while waiting and len(running) < at_once:
                 running.append(waiting.pop(0))
-                running[-1].start(folder)
+                running[-1].start(folder, len(queue) == 1)
             for process in [process for process in running if process.ended()]:
                 running.remove(process)
                 print(f"--- {process}\n{process.output.read_text(errors='replace')}", flush=True)

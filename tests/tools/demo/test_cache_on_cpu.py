@@ -49,7 +49,7 @@ def test_code_changes_the_key(monkeypatch, tmp_path):
 def test_an_entry_is_used_for_its_own_recipe_only(filled):
     folder, made = filled
     entry = cache.find(RECIPE, folder)
-    assert entry == made and entry.facts["warmup_steps"] == 10
+    assert entry == made and entry.facts["warmup_steps"] == RECIPE.warmup.check_every
     assert entry.train.is_file() and entry.test.is_file() and (entry.policy / "config.json").is_file()
     assert cache.find(replace(RECIPE, task=replace(RECIPE.task, seed=8)), folder) is None
 

@@ -25,7 +25,7 @@ def _root() -> None:
 def demo(
     context: typer.Context,
     precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8_exact",
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 30,
+    steps: Annotated[int, typer.Option(help="GRPO steps")] = 36,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -59,7 +59,7 @@ def compare(
     temperature: Annotated[float, typer.Option(help="of the evaluation; 0 is greedy")] = 0.0,
     samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation")] = 1,
     out: Annotated[Path, typer.Option(help="the same folder continues a comparison")] = Path("outputs/compare"),
-    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 30,
+    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 36,
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy of the demo")] = Path(
         "outputs/cache"
     ),

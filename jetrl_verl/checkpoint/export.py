@@ -56,7 +56,7 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How the FP8 folder is made; use what the run used, or the qdata are not the rollout's.
+    """How the FP8 folder is made; use what the run used, or the qdata is not the rollout's.
 
     Attributes:
         format: ``bf16``, ``fp8`` or ``both``.

@@ -139,7 +139,7 @@ class JetExperts(nn.Module):
 
     @property
     def holds_qdata(self) -> bool:
-        """Whether a weight's qdata are cached."""
+        """Whether a weight's qdata is cached."""
         return any(cache.entry is not None for cache in self._caches.values())
 
     @property

@@ -63,7 +63,7 @@ class _GatedProduct(torch.autograd.Function):
         rule = ctx.layers[0].scale_rule
         dy = as_type(as_rows(dy), torch.bfloat16)
         gate_rowwise, gate_colwise, up_rowwise, up_colwise = silu_mul_backward_quantize(dy, gate, up, rule)
-        del dy, gate, up  # before the products need memory; one layer's qdata are freed before the other's are read
+        del dy, gate, up  # before the products need memory; one layer's qdata is freed before the other's are read
         qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
         del gate_rowwise, gate_colwise, up_rowwise, up_colwise
         dx, dw = None, []

@@ -206,7 +206,7 @@ class JetLinear(nn.Linear):
 
     @property
     def holds_qdata(self) -> bool:
-        """Whether the weight's qdata are cached."""
+        """Whether the weight's qdata is cached."""
         return self._cache.entry is not None
 
     def drop_qdata(self) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from jetrl_verl.formats.catalog import UNQUANTIZED
+
 from .check import reader
 from .environment import model_overrides, on_cpu, read_model, why_not_shared
 from .options import JetConfig, UnsupportedConfiguration
@@ -42,6 +44,8 @@ def _why_stock(config: DictConfig) -> str:
 
     With a remedy only where ``shared`` would be accepted.
     """
+    if config.jetrl.train == UNQUANTIZED:
+        return row("operations_of_a_baseline").reason
     for clause in stock_because(reader(config)):
         return clause
     if on_cpu():

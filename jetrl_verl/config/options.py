@@ -12,16 +12,27 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, UNQUANTIZED
 
-from .support.options import FORMATS_OF, OPTION_ROWS
+from .support.options import OPTION_ROWS
 from .support.row import UnsupportedConfiguration, shown
 
-PRECISIONS: tuple[str, ...] = ("bf16", *FORMATS_OF)
-"""Choices of the Hydra group ``precision``; ``bf16``, the default, leaves verl as it is."""
+PRECISIONS: tuple[str, ...] = (
+    "bf16",
+    "bf16_shared",
+    "fp8_rollout",
+    "fp8_rollout_tis",
+    "int8_rollout",
+    "int8_rollout_tis",
+    "qurl_fp8",
+    "qurl_int8",
+    "jet_fp8",
+    "jet_fp8_exact",
+)
+"""Choices of the Hydra group ``precision``: presets, each a YAML file of defaults. ``bf16`` leaves verl as it is."""
 
 _TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": tuple(FORMATS_OF),
+    "precision": PRECISIONS[1:],
     "train": (*_TRAIN, UNQUANTIZED),
     "rollout": (*FORMATS, UNQUANTIZED),
     "scale_rule": SCALE_RULES,
@@ -61,7 +72,7 @@ class JetConfig:
     """
 
     precision: str
-    """Group that was chosen on the command line; names the run in reports."""
+    """Preset that was chosen on the command line; the other fields say what runs."""
 
     train: str
     """``fp8``: the actor's linear layers run their GEMMs in FP8; ``bf16``: stock training."""
@@ -160,7 +171,7 @@ class JetConfig:
         if any(name not in node for name in ("precision", "train", "rollout")):
             raise UnsupportedConfiguration(
                 f"an option of the jetrl node is not supported with precision=bf16. Set precision="
-                f"<{'|'.join(FORMATS_OF)}>."
+                f"<{'|'.join(PRECISIONS[1:])}>."
             )
         return cls(**{key: node[key] for key in node})
 

@@ -144,29 +144,6 @@ def test_the_refusal_at_the_command_line(compose, words):
     assert str(refused.value) == SENTENCES[words]
 
 
-@pytest.mark.parametrize(
-    ("precision", "settings", "other"),
-    [
-        ("int8_rollout", {"rollout": "fp8"}, "fp8_rollout"),
-        ("int8_rollout_tis", {"rollout": "fp8"}, "fp8_rollout_tis"),
-        ("qurl_fp8", {"rollout": "int8"}, "qurl_int8"),
-        ("bf16_shared", {"rollout": "int8"}, "int8_rollout"),
-        ("jet_fp8", {"train": "bf16"}, "fp8_rollout"),
-        ("jet_fp8", {"train": "bf16", "rollout": "int8"}, "int8_rollout"),
-        ("fp8_rollout", {"train": "fp8"}, "jet_fp8"),
-        ("fp8_rollout", {"rollout": "bf16"}, "bf16"),
-    ],
-)
-def test_formats_of_another_precision_are_refused_with_its_name(compose, precision, settings, other):
-    options = [f"jetrl.{name}={value}" for name, value in settings.items()]
-    with pytest.raises(ConfigCompositionException) as refused:
-        compose(f"precision={precision}", *options)
-    message = (
-        f"{options[0]} is not supported with precision={precision}: that is another precision. Set precision={other}"
-    )
-    assert str(refused.value).startswith(message)
-
-
 # Values of a setting that its row does not name; all rows are tested above.
 ALSO_REFUSED = [
     (JET, f"{ACTOR}.strategy=automodel"),
@@ -177,6 +154,7 @@ ALSO_REFUSED = [
     (JET, f"{ROLLOUT}.custom=null"),
     (SHARED, "jetrl.operations=auto"),
     (SHARED, "jetrl.train=fp8"),
+    (EXACT, "jetrl.train=bf16 jetrl.rollout=int8"),
     (SHARED, "clip=calibrated"),
     (SHARED, f"+{VLLM}.quantization=jetrl_fp8"),
     (EXACT, "jetrl.operations=auto"),
@@ -192,7 +170,7 @@ ALSO_REFUSED = [
 @pytest.mark.parametrize(("precision", "override"), ALSO_REFUSED)
 def test_further_values_are_refused(compose, precision, override):
     with pytest.raises(ConfigCompositionException) as refused:
-        compose(*precision.split(), override)
+        compose(*precision.split(), *override.split())
     assert SENTENCE.fullmatch(str(refused.value))
 
 
@@ -206,6 +184,9 @@ ACCEPTED = [
     (JET, "trainer.v1.trainer_mode=colocate_async"),
     (JET, "jetrl.backward=bf16 jetrl.unfit_layers=skip jetrl.ref=fp8 jetrl.critic=fp8"),
     ("precision=fp8_rollout", "jetrl.backward=bf16 jetrl.critic=fp8"),
+    ("precision=fp8_rollout", "jetrl.train=fp8"),
+    ("precision=int8_rollout_tis", "jetrl.rollout=fp8"),
+    (JET, "jetrl.train=bf16 jetrl.rollout=int8"),
     (SHARED, f"{ROLLOUT}.tensor_model_parallel_size=4"),
     (SHARED, "jetrl.ref=fp8 jetrl.scale_rule=pow2 jetrl.unfit_layers=skip"),
     (SHARED, "correction=adaptive"),

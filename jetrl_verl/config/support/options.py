@@ -4,35 +4,8 @@
 
 from jetrl_verl.formats.catalog import FLOW, FORMATS, QUANTIZED_CACHES, SCALE_RULES, UNQUANTIZED
 
-from .row import Get, Row, Scope, Wrong, other_than
+from .row import Get, Row, Scope, other_than
 from .scopes import EXACT, PRECISION, ROLLOUT_LOG_PROBS, value_of, where
-
-FORMATS_OF: dict[str, tuple[str, str]] = {
-    "bf16_shared": (UNQUANTIZED, UNQUANTIZED),
-    "fp8_rollout": (UNQUANTIZED, "fp8"),
-    "fp8_rollout_tis": (UNQUANTIZED, "fp8"),
-    "int8_rollout": (UNQUANTIZED, "int8"),
-    "int8_rollout_tis": (UNQUANTIZED, "int8"),
-    "qurl_fp8": (UNQUANTIZED, "fp8"),
-    "qurl_int8": (UNQUANTIZED, "int8"),
-    "jet_fp8": (FLOW, FLOW),
-    "jet_fp8_exact": (FLOW, FLOW),
-}
-"""Choices of the group ``precision`` but ``bf16``, and the formats of training and rollout that each stands for."""
-
-
-def _precision_of_its_formats(get: Get) -> str:
-    """Remedy for a precision under which training or rollout has another format."""
-    precision, train, rollout = (get(f"jetrl.{name}") for name in ("precision", "train", "rollout"))
-    if train == rollout == UNQUANTIZED:
-        return "Set precision=bf16, or precision=bf16_shared, which shares the operations between the linear layers"
-    fitting = [name for name, formats in FORMATS_OF.items() if formats == (train, rollout)]
-    alike = precision.replace(FORMATS_OF[precision][1], rollout)
-    return f"Set precision={alike if alike in fitting else fitting[0]}"
-
-
-def _stands_for(place: int, doc: str, example: str) -> Wrong:
-    return Wrong(doc, lambda value, get: value != FORMATS_OF[get("jetrl.precision")][place], example=example)
 
 
 def _keeps_no_scales(get: Get) -> bool:
@@ -49,8 +22,14 @@ _BASELINE = Scope(
 )
 _UNQUANTIZED = Scope(
     PRECISION,
-    "`precision=bf16_shared`, unless `jetrl.ref` or `jetrl.critic` is FP8",
+    "BF16 linear layers in training, rollout, reference policy and critic",
     lambda get: all(get(f"jetrl.{name}") == UNQUANTIZED for name in ("train", "rollout", "ref", "critic")),
+    ("precision=bf16_shared",),
+)
+_BF16_LINEARS = Scope(
+    "jetrl.rollout=bf16",
+    "`jetrl.train=bf16` and `jetrl.rollout=bf16`",
+    lambda get: get("jetrl.train") == get("jetrl.rollout") == UNQUANTIZED,
     ("precision=bf16_shared",),
 )
 _STOCK_TRAINING = Scope(
@@ -73,18 +52,6 @@ OPTION_ROWS: tuple[Row, ...] = (
         where("jetrl.train", FLOW, example=("precision=jet_fp8",)),
         "it would sample from another policy than it trains",
         {"jetrl.rollout": other_than(FLOW, example=UNQUANTIZED)},
-    ),
-    Row(
-        "formats_of_another_precision",
-        "formats of training and rollout that another precision has",
-        Scope(PRECISION, "every precision", lambda get: True, _FP8_ROLLOUT),
-        "that is another precision",
-        {
-            "jetrl.train": _stands_for(0, "other than the precision's", FLOW),
-            "jetrl.rollout": _stands_for(1, "other than the precision's", "int8"),
-        },
-        "Set the precision that has them",
-        remedy_of=_precision_of_its_formats,
     ),
     *(
         Row(
@@ -113,7 +80,7 @@ OPTION_ROWS: tuple[Row, ...] = (
     Row(
         "bf16_with_stock_operations",
         "BF16 linear layers with stock operations",
-        where("jetrl.precision", "bf16_shared", name="precision", example=("precision=bf16_shared",)),
+        _BF16_LINEARS,
         "without shared operations it is precision=bf16",
         {"jetrl.operations": other_than("shared", example="stock")},
         ", or precision=bf16",
@@ -174,14 +141,17 @@ OPTION_ROWS: tuple[Row, ...] = (
         "layers left out of FP8",
         EXACT,
         "a BF16 linear layer is not shared",
-        {"jetrl.unfit_layers": other_than("stop", example="skip")},
+        {
+            "jetrl.train": other_than(FLOW, example=UNQUANTIZED),
+            "jetrl.unfit_layers": other_than("stop", example="skip"),
+        },
     ),
     Row(
         "operations_of_a_baseline",
         "shared operations of a baseline",
         _BASELINE,
         "each side of a baseline runs its own operations",
-        {"jetrl.operations": other_than("stock", example="shared")},
+        {"jetrl.operations": other_than("stock", "auto", example="shared")},
         ", or precision=jet_fp8",
     ),
 )

@@ -76,7 +76,6 @@ class Row:
         settings: keys that ask for the feature, and which of their values are refused; code looks up a row without.
         remedy: a sentence without its full stop; after ``Set KEY=VALUE`` of a setting the rest of it.
         what: the X of the message where no setting is; of a row about models, the noun before the model's path.
-        remedy_of: the remedy, where it depends on the configuration.
         needs: further settings under which ``settings`` are refused, for the tests.
         known: when it can be known: ``COMPOSITION``, ``DRIVER`` or ``WORKER``.
     """
@@ -88,7 +87,6 @@ class Row:
     settings: Mapping[str, Wrong] = field(default_factory=dict)
     remedy: str = ""
     what: str = ""
-    remedy_of: Callable[[Get], str] | None = None
     needs: Mapping[str, Any] = field(default_factory=dict)
     known: str = COMPOSITION
 
@@ -124,8 +122,6 @@ class Row:
 
     def message(self, get: Get | None = None, *, key: str = "", remedy: str = "", **words: Any) -> str:
         """``X is not supported with Y: why. Set Z.``; further arguments of :meth:`clause`."""
-        if self.remedy_of is not None:
-            remedy = self.remedy_of(get)
         return f"{self.clause(get, key=key, **words)}. {remedy or self.advice(key)}."
 
     def advice(self, key: str) -> str:

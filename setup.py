@@ -21,6 +21,7 @@ from setuptools.command.build_py import build_py
 ROOT = Path(__file__).parent
 SCRIPT = ROOT / "scripts" / "build_csrc.py"
 WHEEL = runpy.run_path(str(ROOT / "scripts" / "build_wheel.py"))
+runpy.run_path(str(ROOT / "jetrl_verl" / "__init__.py"))  # stops if the link to patches/ is lost
 
 
 class BuildWithKernels(build_py):

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jetrl_verl.patches.source import find, fingerprint, names_bound_by, statements  # noqa: E402
+from jetrl_verl.sources import source_files  # noqa: E402
 
 PROJECTS = ("verl", "vllm", "ray", "hydra")
 STORED = Path(__file__).with_name("reach.json")
@@ -300,11 +301,10 @@ def asked_for(folder: Path) -> set[str]:
 
 
 def files_of(folder: Path, sources: Sources) -> Iterator[tuple[str, Module]]:
-    """Our files by path in the package, including ``patches/``, which may be a link."""
-    for file in sorted({file for top in (folder, folder / "patches") for file in top.rglob("*.py")}):
-        path = file.relative_to(folder)
-        name = ".".join([folder.name, *path.with_suffix("").parts]).removesuffix(".__init__")
-        yield str(path), sources.module(name)
+    """Our files by path in the package."""
+    for path in source_files(folder):
+        name = f"{folder.name}.{path.removesuffix('.py').replace('/', '.')}".removesuffix(".__init__")
+        yield path, sources.module(name)
 
 
 def _private_names_asked_for(module: Module) -> Iterator[tuple[str, ast.expr, int]]:

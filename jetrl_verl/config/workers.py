@@ -147,7 +147,6 @@ def _probe() -> Callable[[], dict[str, Any]]:
     """The question, as a nested function: Ray ships those by value, so a worker without this package can run it."""
 
     def describe_worker() -> dict[str, Any]:
-        import hashlib
         import importlib.util
         import os
         import sys
@@ -156,15 +155,11 @@ def _probe() -> Callable[[], dict[str, Any]]:
 
         def source_sum() -> str | None:
             """Two checkouts may call themselves one version, and PYTHONPATH may shadow what is installed."""
-            spec = importlib.util.find_spec("jetrl_verl")
-            if spec is None:
+            try:
+                from jetrl_verl.sources import sources_sha256
+            except ImportError:  # no package, or one from before this module
                 return None
-            digest, folder = hashlib.sha256(), Path(spec.origin).parent
-            # followlinks: in a checkout patches/ is a symlink.
-            files = (Path(place, name) for place, _, names in os.walk(folder, followlinks=True) for name in names)
-            for file in sorted(file for file in files if file.suffix in (".py", ".yaml")):
-                digest.update(str(file.relative_to(folder)).encode() + file.read_bytes())
-            return digest.hexdigest()[:12]
+            return sources_sha256()[:12]
 
         def kernels_are_there() -> bool:
             """Whether the package has the library of csrc/."""

@@ -5,26 +5,23 @@
 Two records are of one build if commit, sources and kernel library are the same."""
 
 import copy
-import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import cache
-from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.environment import installed_version
+from jetrl_verl.sources import PACKAGE, sources_sha256
 from jetrl_verl.tools.commit import UNKNOWN, commit_of
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 _IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
 
 
 def provenance() -> dict[str, Any]:
-    """This process's build, for JSON: ``commit`` (or ``unknown``), ``dirty``, ``version``, ``sources_sha256`` of the
-    package's Python files, ``kernel_library_sha256``, versions of ``torch``, ``triton``, ``verl`` and ``vllm``, ``gpu``
-    and ``driver``; None for what is absent."""
+    """This process's build, for JSON: ``commit`` (or ``unknown``), ``dirty``, ``version``, ``sources_sha256``,
+    ``kernel_library_sha256``, versions of ``torch``, ``triton``, ``verl`` and ``vllm``, ``gpu`` and ``driver``; None
+    for what is absent."""
     return copy.deepcopy(_provenance())
 
 
@@ -33,27 +30,18 @@ def _provenance() -> dict[str, Any]:
     from jetrl_verl import __version__
     from jetrl_verl.kernels import native
 
-    commit, dirty = commit_of(_PACKAGE.parent)
+    commit, dirty = commit_of(PACKAGE.parent)
     gpus = nvidia_smi()
     return {
         "commit": commit,
         "dirty": dirty,
         "version": __version__,
-        "sources_sha256": sources_sha256(_PACKAGE),
+        "sources_sha256": sources_sha256(),
         "kernel_library_sha256": native.library_sha256(),
         **{name: installed_version(name) for name in ("torch", "triton", "verl", "vllm")},
         "gpu": ", ".join(dict.fromkeys(name for name, _ in gpus)) or None,
         "driver": gpus[0][1] if gpus else None,
     }
-
-
-def sources_sha256(package: Path) -> str:
-    """SHA-256 of names and contents of the Python files below ``package``, links followed."""
-    files = (Path(folder) / name for folder, _, names in os.walk(package, followlinks=True) for name in names)
-    digest = sha256()
-    for path in sorted(path for path in files if path.suffix == ".py"):
-        digest.update(f"{path.relative_to(package).as_posix()}\0{sha256(path.read_bytes()).hexdigest()}\n".encode())
-    return digest.hexdigest()
 
 
 def nvidia_smi() -> list[tuple[str, str]]:

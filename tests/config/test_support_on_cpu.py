@@ -4,7 +4,6 @@
 
 import ast
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL
 from jetrl_verl.config.support.table import TABLE, refusal, row
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
+from jetrl_verl.sources import source_files
 
 ROOT = Path(__file__).parents[2]
 (FP8,) = QUANTIZED_CACHES
@@ -244,8 +244,7 @@ PACKAGE = ROOT / "jetrl_verl"
 
 def modules() -> list[Path]:
     """Every module of the package outside config/, which has the table."""
-    files = [Path(folder, file) for folder, _, names in os.walk(PACKAGE, followlinks=True) for file in names]
-    return [path for path in files if path.suffix == ".py" and PACKAGE / "config" not in path.parents]
+    return [path for name, path in source_files().items() if not name.startswith("config/")]
 
 
 WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}

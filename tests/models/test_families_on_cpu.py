@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families: names compared with Hugging Face and vLLM, discovery, Seed-OSS, and who may name a layer's parts."""
 
-import os
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +13,8 @@ from torch import nn
 from jetrl_verl.models import Family, UnsupportedLayer, UnsupportedOperation, families, family, model_types
 from jetrl_verl.models.families.base import leaf, place
 from jetrl_verl.models.plan import plan_linears, plan_of
+from jetrl_verl.sources import source_files
 from jetrl_verl.train.shared_operations import share_operations
-
-ROOT = Path(__file__).resolve().parents[2]
 
 # From config.json of ByteDance-Seed/Seed-OSS-36B-Instruct.
 SEED_OSS_36B = {
@@ -186,10 +183,9 @@ def names_of_layers() -> re.Pattern:
 
 
 def test_no_file_outside_models_names_a_part_of_a_layer():
-    pattern, lines, package = names_of_layers(), [], ROOT / "jetrl_verl"
+    pattern, lines = names_of_layers(), []
     assert pattern.search("layer.self_attn.o_proj(x)") and not pattern.search("return family.q_norm")
-    for folder, _, names in os.walk(package, followlinks=True):
-        for file in (Path(folder) / name for name in names if not name.endswith((".pyc", ".so"))):
-            if not file.is_relative_to(package / "models"):
-                lines += [f"{file}: {line}" for line in file.read_text().splitlines() if pattern.search(line)]
+    for name, file in source_files(suffixes=(".py", ".yaml", ".html")).items():
+        if not name.startswith("models/"):
+            lines += [f"{name}: {line}" for line in file.read_text().splitlines() if pattern.search(line)]
     assert not lines, "ask jetrl_verl.models.family(config) for it:\n" + "\n".join(lines)

@@ -5,12 +5,13 @@
 Imports count anywhere in a file, and so do strings that name a module (``"jetrl_verl.x.y:attribute"``)."""
 
 import ast
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+
+from jetrl_verl.sources import source_files
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "jetrl_verl"
@@ -18,6 +19,7 @@ NAME = "jetrl_verl"
 # Package or top-level module -> the packages, or single modules of them, that it may import. Rows name earlier rows
 # alone, so no two packages can import each other. `jetrl_verl` itself, which has the version, is open to all.
 DIRECTION: dict[str, set[str]] = {
+    "sources": set(),
     "reference": set(),
     "kernels": {"reference"},
     "formats": {"reference", "kernels"},
@@ -27,7 +29,7 @@ DIRECTION: dict[str, set[str]] = {
     # Replaced functions of verl and vLLM import nothing else: `jetrl patch` writes them into a checkout.
     "patches": set(),
     "metrics": {"reference", "kernels", "formats", "models", "nn", "sync", "patches"},
-    "config": {"reference", "formats", "models", "patches"},
+    "config": {"sources", "reference", "formats", "models", "patches"},
     "algorithms": {"reference", "kernels", "formats", "models", "nn", "metrics", "patches", "config"},
     "checkpoint": {"reference", "kernels", "formats", "models", "nn", "sync", "patches", "config", "algorithms"},
     "train": {
@@ -42,7 +44,7 @@ DIRECTION: dict[str, set[str]] = {
     },
     "tools": {
         *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
-        *("checkpoint", "train", "rollout"),
+        *("sources", "checkpoint", "train", "rollout"),
     },
     # Entry points of verl and the shell.
     "cpu_platform": {"patches"},
@@ -81,14 +83,9 @@ MODULE = re.compile(rf"{NAME}((?:\.\w+)+)\.?(?::[\w.]*)?")
 
 
 def modules_of(package: Path) -> dict[str, Path]:
-    """Name without ``jetrl_verl.`` -> file, of every module, also below links to folders (``patches``)."""
-    modules = {}
-    for folder, _, files in os.walk(package, followlinks=True):
-        for file in files:
-            if file.endswith(".py"):
-                parts = (Path(folder) / file).relative_to(package).with_suffix("").parts
-                modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = Path(folder) / file
-    return modules
+    """Name without ``jetrl_verl.`` -> file, of every module."""
+    names = ((file.removesuffix(".py").split("/"), path) for file, path in source_files(package).items())
+    return {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for parts, path in names}
 
 
 def names_in(tree: ast.AST, package: list[str]) -> Iterator[str]:
@@ -263,14 +260,6 @@ def test_the_walker_ignores_strings_that_are_no_import(tree):
     text = '"""See jetrl_verl.train.engine."""\nimport_module("os.path")\nWORDS = "jetrl_verl: failed", "jetrl_verl"\n'
     folder = tree({"__init__.py": "", "kernels/late.py": text, "train/engine.py": ""})
     assert imports_of(folder)["kernels.late"] == {"own": set(), "others": {"os.path"}}
-
-
-def test_the_walker_follows_a_link_to_a_folder(tree, tmp_path):
-    folder = tree({"__init__.py": "", "train/engine.py": ""})
-    (tmp_path / "patches").mkdir()
-    (tmp_path / "patches" / "fix.py").write_text("from jetrl_verl.train import engine\n")
-    (folder / "patches").symlink_to("../patches", target_is_directory=True)
-    assert imports_of(folder)["patches.fix"]["own"] == {"train.engine"}
 
 
 def test_cycles_are_detected():

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from build_wheel import platform_tag
 
+from jetrl_verl.sources import source_files, sources_sha256
+
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = """
 import argparse, pathlib
@@ -23,10 +25,8 @@ parser.add_argument("--target", type=pathlib.Path)
 (parser.parse_args().target / "libjetrl_sm90.so").write_bytes(b"library")
 """
 LIBRARY = "jetrl_verl/kernels/libjetrl_sm90.so"
-FILES = [path for suffix in ("py", "yaml") for path in (ROOT / "jetrl_verl").rglob(f"*.{suffix}")]
-PACKAGE = {path.relative_to(ROOT).as_posix() for path in FILES}
-PACKAGE |= {f"jetrl_verl/patches/{path.name}" for path in (ROOT / "patches").glob("*.py")}
-"""Files of every wheel; patches/ at the top of the tree is imported as jetrl_verl.patches."""
+PACKAGE = {f"jetrl_verl/{name}" for name in source_files(suffixes=(".py", ".yaml"))}
+"""Files of every wheel."""
 
 
 def path_of(name: str) -> str:
@@ -39,47 +39,73 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {path_of(name): files.read(name) for name in files.namelist() if not name.endswith("/")}
 
 
-@pytest.fixture
-def tree(tmp_path, monkeypatch):
-    """A copy of the sources of a wheel, without nvcc on PATH."""
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the sources of a wheel."""
+    folder = tmp_path_factory.mktemp("checkout")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, folder)
     for name in ("jetrl_verl", "patches", "scripts", "csrc"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored, symlinks=True)
-    return tmp_path
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
+    return folder
+
+
+@pytest.fixture
+def tree(checkout, tmp_path):
+    """A copy to change."""
+    return shutil.copytree(checkout, tmp_path / "tree", symlinks=True)
 
 
 def built(tree: Path, what: str, pattern: str) -> Path:
+    """The file that setuptools builds where there is no nvcc."""
     build = f"import sys, setuptools.build_meta as backend; backend.build_{what}(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, tree], cwd=tree, check=True, capture_output=True)
+    env = {**os.environ, "PATH": "/usr/bin:/bin", "CUDA_HOME": "/nowhere"}
+    subprocess.run([sys.executable, "-c", build, tree], cwd=tree, env=env, check=True, capture_output=True)
     (file,) = tree.glob(pattern)
     return file
 
 
-def test_without_nvcc_the_wheel_has_only_python(tree, tmp_path_factory):
-    unpacked = tmp_path_factory.mktemp("sdist")
-    with tarfile.open(built(tree, "sdist", "*.tar.gz")) as files:
-        files.extractall(unpacked, filter="data")
-    (source,) = unpacked.iterdir()
+@pytest.fixture(scope="module")
+def sites(checkout, tmp_path_factory) -> dict[str, Path]:
+    """Kind of installation -> the folder where a Python finds the package; the wheel is built from an sdist."""
+    folder = tmp_path_factory.mktemp("sites")
+    with tarfile.open(built(checkout, "sdist", "*.tar.gz")) as files:
+        files.extractall(folder / "sdist", filter="data")
+    (source,) = (folder / "sdist").iterdir()
+    shutil.unpack_archive(built(checkout, "editable", "*.whl"), folder / "editable", "zip")
     wheel = built(source, "wheel", "*.whl")
+    for kind in ("prefix", "target"):
+        uv = [sys.executable, "-m", "uv", "pip", "install", "--offline", "--no-deps", f"--{kind}", folder / kind, wheel]
+        subprocess.run(uv, check=True, capture_output=True)
+    (site,) = folder.glob("prefix/lib/*/site-packages")
+    return {"checkout": checkout, "editable": folder / "editable", "wheel": site, "target": folder / "target"}
+
+
+@pytest.mark.parametrize("kind", ["checkout", "editable", "wheel", "target"])
+def test_every_installation_has_the_patches_and_the_same_sources(sites, kind):
+    code = (
+        f"import site; site.addsitedir({str(sites[kind])!r}); from jetrl_verl.patches import source;"
+        "from jetrl_verl.sources import sources_sha256; print(sources_sha256())"
+    )
+    run = subprocess.run([sys.executable, "-S", "-c", code], cwd="/", env={}, capture_output=True, text=True)
+    assert run.stdout.strip() == sources_sha256(), run.stderr
+
+
+def test_a_copy_without_the_link_to_the_patches_is_neither_built_nor_imported(tree):
+    (tree / "jetrl_verl" / "patches").unlink()
+    (tree / "jetrl_verl" / "patches").write_text("../patches")
+    for words in (["setup.py", "--version"], ["-c", "import jetrl_verl"]):
+        run = subprocess.run([sys.executable, *words], cwd=tree, env={}, capture_output=True, text=True)
+        assert run.returncode and "lost its symbolic link to ../patches. Clone it with git" in run.stderr
+
+
+def test_without_nvcc_the_wheel_has_only_python(sites):
+    (wheel,) = sites["target"].parent.glob("sdist/*/*.whl")
     files = contents(wheel)
     assert wheel.name.endswith("-py3-none-any.whl") and files["jetrl_verl/_commit.txt"] == b"unknown\n"
     assert files.keys() >= PACKAGE and not [name for name in files if name.endswith((".so", ".cu", ".cuh"))]
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"jetrl_verl"}
-
-
-def test_an_editable_install_finds_the_patches(tree, tmp_path):
-    with zipfile.ZipFile(built(tree, "editable", "*.whl")) as files:
-        files.extractall(tmp_path / "site")
-    code = (
-        f"import site; site.addsitedir({str(tmp_path / 'site')!r});"
-        "from jetrl_verl.patches import source; print(source.__file__)"
-    )
-    run = subprocess.run([sys.executable, "-S", "-c", code], cwd="/", env={}, capture_output=True, text=True)
-    assert Path(run.stdout.strip()).resolve() == tree / "patches" / "source.py", run.stderr
 
 
 def test_a_compiled_wheel_has_the_library_the_platform_and_the_commit(tree):

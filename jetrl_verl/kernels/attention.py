@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import CPU_ALONE, Backends, implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.reproducible import (
@@ -30,8 +30,20 @@ from jetrl_verl.kernels.reproducible import (
 )
 from jetrl_verl.kernels.views import as_type
 
+__all__ = [
+    "HEAD_DIM",
+    "attention",
+    "attention_fp8",
+    "cache_form",
+    "paged_attention",
+    "paged_attention_fp8",
+    "write_pages",
+]
+
 HEAD_DIM = 128
 """The head dimension for which decode, chunked prefill and whole sequences agree in every bit."""
+
+FLASH_ATTENTION: Backends = {"cpu": ("reference",), "sm90": ("flash_attention_3",)}
 
 _VALUE_BITS = 21
 _KEYS = 1024
@@ -225,6 +237,7 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
 @operator(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor)",
     fake=_fake,
+    backends=FLASH_ATTENTION,
 )
 def _attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)
@@ -234,6 +247,7 @@ def _attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torc
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out, Tensor lse,"
     " int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
     fake=fake_attention_backward,
+    backends=FLASH_ATTENTION,
 )
 def _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
     return lookup("attention_backward", q.device)(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale)
@@ -379,6 +393,7 @@ def reference_paged_attention_fp8(q, cache, cu_queries, lengths, block_table, sc
     "paged_attention(Tensor q, Tensor key_cache, Tensor value_cache, Tensor cu_queries, Tensor lengths,"
     " Tensor block_table, float scale) -> Tensor",
     fake=lambda q, *_: torch.empty_like(q),
+    backends=CPU_ALONE,
 )
 def paged_attention(
     q: torch.Tensor,
@@ -412,6 +427,7 @@ def paged_attention(
     "paged_attention_fp8(Tensor q, Tensor cache, Tensor cu_queries, Tensor lengths, Tensor block_table, float scale)"
     " -> Tensor",
     fake=lambda q, *_: torch.empty_like(q),
+    backends=CPU_ALONE,
 )
 def paged_attention_fp8(
     q: torch.Tensor,

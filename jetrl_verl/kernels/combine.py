@@ -11,9 +11,11 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
+
+__all__ = ["combine", "combine_of_ranks"]
 
 _MANY, _FEW = (1024, 4), (256, 1)
 """Elements of a row and warps of a program."""
@@ -73,7 +75,11 @@ def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return triton_combine_of_ranks(y[None], row)
 
 
-@operator("combine(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[1]))
+@operator(
+    "combine(Tensor y, Tensor row) -> Tensor",
+    fake=lambda y, row: y.new_empty(row.shape[0], y.shape[1]),
+    backends=TRITON,
+)
 def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum of its rows.
 
@@ -90,7 +96,11 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return lookup("combine", y.device)(y, row)
 
 
-@operator("combine_of_ranks(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]))
+@operator(
+    "combine_of_ranks(Tensor y, Tensor row) -> Tensor",
+    fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]),
+    backends=TRITON,
+)
 def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum over ranks of the rounded sums of its rows.
 

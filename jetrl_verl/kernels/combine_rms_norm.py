@@ -6,7 +6,7 @@ The bits are those of :func:`combine` and :func:`add_rms_norm` or ``add_rms_norm
 import torch
 
 from jetrl_verl import reference
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import fake_rowwise, require_groups
 from jetrl_verl.kernels.rms_norm import (
@@ -15,6 +15,8 @@ from jetrl_verl.kernels.rms_norm import (
     reference_add_rms_norm_quantize_1x128,
 )
 from jetrl_verl.reference import QuantizedTensor
+
+__all__ = ["combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128"]
 
 
 @implements("combine_add_rms_norm", "reference")
@@ -72,6 +74,7 @@ def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
     "combine_add_rms_norm_quantize_1x128(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps, str rule,"
     " bool with_normed) -> (Tensor, Tensor, Quantized)",
     fake=_fake_quantize,
+    backends=TRITON,
 )
 def _combine_add_rms_norm_quantize(
     y, row, residual, weight, eps: float, rule: str, with_normed: bool
@@ -86,6 +89,7 @@ def _combine_add_rms_norm_quantize(
 @operator(
     "combine_add_rms_norm(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     fake=_fake,
+    backends=TRITON,
 )
 def combine_add_rms_norm(
     y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -9,12 +9,14 @@ of an FP8 cache, FlashAttention 3 runs on dequantized tokens, slower and in no C
 import torch
 
 from jetrl_verl.kernels import native, vllm_kernels
-from jetrl_verl.kernels.attention import HEAD_DIM, check_head_dim, paged_attention, paged_attention_fp8
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.attention import FLASH_ATTENTION, HEAD_DIM, check_head_dim, paged_attention, paged_attention_fp8
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
 from jetrl_verl.reference.kv_cache import UNIT_BYTES, UNIT_TOKENS
+
+__all__ = ["chunk_attention", "decode_attention", "decode_attention_bf16", "decodes_natively"]
 
 MOST_QUERY_HEADS = 8
 """Most query heads per KV head of the native kernel: the width of a tensor core's operand."""
@@ -25,6 +27,8 @@ CLUSTERS = (1, 2, 4, 8)
 MOST_PAIRS_OF_BF16 = 2048
 """Up to this many pairs of a request and a KV head decode steps over a BF16 cache run the native kernel, above it
 FlashAttention 3: both are bound by memory there (docs/log.md). A CUDA graph cannot choose by lengths."""
+
+_DECODE = NATIVE | {"sm90": ("native", "flash_attention_3")}
 
 _EIGHT = native.ALIGNMENT // 2
 """BF16 elements of one 16-byte copy."""
@@ -218,6 +222,7 @@ def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, lengths_l
 @operator(
     "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, Tensor(a!) out) -> ()",
     fake=lambda *_: None,
+    backends=_DECODE,
 )
 def _decode_attention(q, *call) -> None:
     lookup("decode_attention", q.device, q, *call)(q, *call)
@@ -227,6 +232,7 @@ def _decode_attention(q, *call) -> None:
     "decode_attention_bf16(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor block_table, float scale,"
     " Tensor(a!) out) -> ()",
     fake=lambda *_: None,
+    backends=_DECODE,
 )
 def _decode_attention_bf16(q, *call) -> None:
     lookup("decode_attention_bf16", q.device, q, *call)(q, *call)
@@ -304,6 +310,7 @@ def decodes_natively(requests: int, heads: int, kv_heads: int, head_dim: int, pa
     "chunk_attention(Tensor q, Tensor cache, Tensor cu_queries, int most_queries, Tensor lengths, int[] lengths_list,"
     " Tensor block_table, float scale, Tensor(a!) out) -> ()",
     fake=lambda *_: None,
+    backends=FLASH_ATTENTION,
 )
 def chunk_attention(
     q: torch.Tensor,

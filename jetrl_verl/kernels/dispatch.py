@@ -1,11 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation of an operation runs where: operation -> platform -> backends in order of preference.
+"""Which implementation of an operation runs where: the mechanism. An operation's own file declares its backends.
 
-The first backend that supports a call computes it; the last one of an entry supports every call. Backends of an entry
-agree in every bit (tests/kernels, on a GPU), except those of ``UNEQUAL``. ``reference`` is :mod:`jetrl_verl.reference`
-or CPU code of the operation's file; ``composed`` calls other operations. Without ``sm90``, vLLM computes the operation
-on a GPU. GPUs other than Hopper get the last backend of ``sm90``, untested, with a line on stderr.
+The first backend of a platform that supports a call computes it; the last one supports every call. Backends of an
+operation agree in every bit (tests/kernels, on a GPU), unless it says otherwise. ``reference`` is
+:mod:`jetrl_verl.reference` or CPU code of the operation's file; ``composed`` calls other operations. Without ``sm90``,
+vLLM computes the operation on a GPU. GPUs other than Hopper get the last backend of ``sm90``, untested, with a line on
+stderr.
 """
 
 import sys
@@ -16,98 +17,27 @@ from typing import NamedTuple
 
 import torch
 
-Table = dict[str, dict[str, tuple[str, ...]]]
+__all__ = ["OPERATIONS", "describe_backends", "override_backend", "platform_of"]
 
-_CPU_ALONE = {"cpu": ("reference",)}
-_TRITON = {"cpu": ("reference",), "sm90": ("triton",)}
-_NATIVE = {"cpu": ("reference",), "sm90": ("native", "triton")}
-_ATTENTION = {"cpu": ("reference",), "sm90": ("flash_attention_3",)}
-_DECODE_ATTENTION = {"cpu": ("reference",), "sm90": ("native", "flash_attention_3")}
-_COMPOSED = {"cpu": ("composed",), "sm90": ("composed",)}
+Backends = dict[str, tuple[str, ...]]
+"""Platform -> backends in order of preference."""
 
-BACKENDS: Table = {
-    "quantize_1x128": _TRITON,
-    "quantize_128x1": _TRITON,
-    "quantize_1x128_and_128x1": _TRITON,
-    "quantize_128x128": _TRITON,
-    "quantize_128x128_and_transpose": _TRITON,
-    "relayout_128x1": _NATIVE,
-    "transpose_128x128": _NATIVE,
-    # FProp and DGrad: 128x128 scales on B.
-    "gemm_nt_128x128": _TRITON | {"sm90": ("native", "vllm_cutlass", "triton")},
-    # WGrad: 1x128 scales on both operands.
-    "gemm_nt_1x128": _NATIVE,
-    # The forward of a linear, as vLLM calls it; the trainer calls its two steps.
-    "fprop": _COMPOSED,
-    "fprop_quantized": _COMPOSED,
-    # The INT8 rollout. Sums are exact, so all backends agree.
-    "quantize_int8": _TRITON,
-    "gemm_int8": _TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
-    "fprop_int8": _COMPOSED,
-    # Row-parallel layers: the sum of the ranks' products in a rollout, products and sum in the trainer.
-    "sum_of_ranks": _TRITON,
-    "gemm_nt_of_ranks": _TRITON | {"sm90": ("native", "slices", "triton")},
-    # A mixture of experts.
-    "route": _TRITON,
-    "segments": _TRITON,
-    "route_and_permute": _TRITON,
-    "gather_quantized": _TRITON,
-    "gather_quantize_1x128_and_128x1": _TRITON,
-    "gather_relayout_128x1": _TRITON,
-    "grouped_gemm_nt": _NATIVE,
-    "grouped_gemm_nt_of_ranks": _NATIVE,
-    "grouped_wgrad": _NATIVE,
-    "weighted_silu_mul_quantize": _TRITON,
-    "weighted_silu_mul_backward_quantize": _TRITON,
-    "combine": _TRITON,
-    "combine_of_ranks": _TRITON,
-    "combine_add_rms_norm": _TRITON,
-    "combine_add_rms_norm_quantize_1x128": _TRITON,
-    "rms_norm": _TRITON,
-    "add_rms_norm": _TRITON,
-    "rms_norm_quantize_1x128": _TRITON,
-    "add_rms_norm_quantize_1x128": _TRITON,
-    "rms_norm_backward": _TRITON,
-    "silu_mul": _TRITON,
-    "silu_mul_backward": _TRITON,
-    "silu_mul_quantize": _TRITON,
-    "silu_mul_backward_quantize": _NATIVE,
-    "rotary": _TRITON,
-    "norm_rotary": _TRITON,
-    # With the write into a rollout's cache.
-    "norm_rotary_write": _TRITON,
-    "norm_rotary_write_fp8": _TRITON,
-    # The FP8 KV cache.
-    "quantize_kv": _TRITON,
-    "quantize_dequantize_kv": _TRITON,
-    "dequantize_kv": _TRITON,
-    "write_kv": _TRITON,
-    "read_kv": _TRITON,
-    "decode_attention": _DECODE_ATTENTION,
-    "chunk_attention": _ATTENTION,
-    # A decode step over vLLM's own BF16 pages.
-    "decode_attention_bf16": _DECODE_ATTENTION,
-    "paged_attention_fp8": _CPU_ALONE,
-    "paged_attention": _CPU_ALONE,
-    "attention": _ATTENTION,
-    "attention_backward": _ATTENTION,
-    # Stock modules of the trainer.
-    "varlen_attention": {"cpu": ("sdpa",), "sm90": ("flash_attention_3", "flash_attention_2")},
-    "varlen_attention_backward": {"cpu": ("sdpa",), "sm90": ("flash_attention_2",)},
-    "logits": _TRITON,
-    "log_probs": _TRITON,
-    "log_probs_backward": _TRITON,
-    "draw": _TRITON,
-    "drawn_log_probs": _TRITON,
-    # The contract check.
-    "block_sums": _TRITON,
-}
+CPU_ALONE: Backends = {"cpu": ("reference",)}
+TRITON: Backends = {"cpu": ("reference",), "sm90": ("triton",)}
+NATIVE: Backends = {"cpu": ("reference",), "sm90": ("native", "triton")}
+COMPOSED: Backends = {"cpu": ("composed",), "sm90": ("composed",)}
 
-UNEQUAL = frozenset({"varlen_attention"})
-"""Operations, of the trainer alone, whose backends differ in the last bit."""
 
-_WITHOUT_FP8 = frozenset({"varlen_attention", "varlen_attention_backward"})
-"""Operations that also run on a GPU without FP8."""
+class Operation(NamedTuple):
+    """What an operation's file declares (``operator`` in operator.py).
+
+    Attributes:
+        equal_bits: whether its backends agree in every bit. needs_fp8: whether it needs a GPU with FP8.
+    """
+
+    backends: Backends
+    equal_bits: bool = True
+    needs_fp8: bool = True
 
 
 class Implementation(NamedTuple):
@@ -119,6 +49,9 @@ class Implementation(NamedTuple):
     unchecked: Callable | None = None
 
 
+OPERATIONS: dict[str, Operation] = {}
+"""Every operation, as its file declares it."""
+
 _implementations: dict[tuple[str, str], Implementation] = {}
 _unavailable: dict[str, Callable[[], str | None]] = {}
 _overrides: dict[str, tuple[str]] = {}
@@ -128,13 +61,21 @@ def implements(
     operation: str, backend: str, *, supports: Callable[..., bool] | None = None, unchecked: Callable | None = None
 ) -> Callable:
     """Decorator: register the function as ``operation`` in ``backend``; the others as in :class:`Implementation`."""
-    assert operation in BACKENDS and (operation, backend) not in _implementations, (operation, backend)
+    assert (operation, backend) not in _implementations, (operation, backend)
 
     def register(function: Callable) -> Callable:
         _implementations[operation, backend] = Implementation(function, supports, unchecked)
         return function
 
     return register
+
+
+def declare(name: str, operation: Operation) -> None:
+    """Enter an operation whose backends have been registered."""
+    assert name not in OPERATIONS and all(
+        (name, backend) in _implementations for names in operation.backends.values() for backend in names
+    ), name
+    OPERATIONS[name] = operation
 
 
 def backend_needs(backend: str, unavailable: Callable[[], str | None]) -> None:
@@ -180,8 +121,8 @@ def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     """
     if operation in _overrides:
         return _overrides[operation]
-    columns = BACKENDS[operation]
-    if operation in _WITHOUT_FP8 and device.type == "cuda":
+    columns, _, needs_fp8 = OPERATIONS[operation]
+    if not needs_fp8 and device.type == "cuda":
         return columns["sm90"]
     platform = platform_of(device)
     if platform in columns:
@@ -232,7 +173,7 @@ def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
 def backends_on(device: torch.device) -> dict[str, tuple[str, ...]]:
     """The :func:`candidates` of every operation that ``device`` runs. Raises as :func:`platform_of`."""
     column = "cpu" if platform_of(device) == "cpu" else "sm90"
-    return {operation: candidates(operation, device) for operation, row in BACKENDS.items() if column in row}
+    return {name: candidates(name, device) for name, operation in OPERATIONS.items() if column in operation.backends}
 
 
 def describe_backends(device: torch.device | str) -> dict[str, str]:
@@ -250,7 +191,7 @@ def override_backend(operation: str, backend: str) -> Iterator[None]:
     if (operation, backend) not in _implementations:
         known = sorted(name for implemented, name in _implementations if implemented == operation)
         raise ValueError(
-            f"there is no backend {backend!r} for {operation!r}; operations: {', '.join(BACKENDS)}; "
+            f"there is no backend {backend!r} for {operation!r}; operations: {', '.join(OPERATIONS)}; "
             f"backends of this one: {', '.join(known) or 'none'}"
         )
     previous = _overrides.get(operation)

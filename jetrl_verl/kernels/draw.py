@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.log_probs import (
     CHUNK,
     ELEMENTS,
@@ -27,6 +27,8 @@ from jetrl_verl.kernels.log_probs import (
 from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.reproducible import exp
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+
+__all__ = ["draw_tokens", "drawn_log_probs"]
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS, _WEYL = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
@@ -215,6 +217,7 @@ def _fake_draw(logits, temperature, seeds, counters):
     "draw(Tensor logits, Tensor temperature, Tensor seeds, Tensor counters)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_draw,
+    backends=TRITON,
 )
 def _draw(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
@@ -263,6 +266,7 @@ def _fake_drawn_log_probs(logits, tokens, *_):
     "drawn_log_probs(Tensor logits, Tensor tokens, Tensor temperature, Tensor chunk_highest, Tensor chunk_sums,"
     " Tensor highest, Tensor log_sum) -> (Tensor, Tensor)",
     fake=_fake_drawn_log_probs,
+    backends=TRITON,
 )
 def _drawn_log_probs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalized: torch.Tensor

@@ -5,11 +5,13 @@
 
 import torch
 
-from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.dispatch import COMPOSED, implements
 from jetrl_verl.kernels.gemm_nt import gemm_nt
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.quantize_1x128 import quantize_1x128
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
+
+__all__ = ["fprop", "fprop_quantized"]
 
 
 def check_linear(operation: str, x: torch.Tensor, w_qdata: torch.Tensor, dtype: torch.dtype) -> None:
@@ -45,6 +47,7 @@ def _fprop_quantized_fake(x: QuantizedTensor, w_qdata: torch.Tensor, *_) -> torc
 @operator(
     "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
     fake=_fprop_fake,
+    backends=COMPOSED,
 )
 @implements("fprop", "composed")
 def fprop(
@@ -80,6 +83,7 @@ def fprop(
 @operator(
     "fprop_quantized(Quantized x, Tensor w_qdata, Tensor w_scales, Tensor? bias, bool static_weight=False) -> Tensor",
     fake=_fprop_quantized_fake,
+    backends=COMPOSED,
 )
 @implements("fprop_quantized", "composed")
 def fprop_quantized(

@@ -4,12 +4,14 @@
 
 import torch
 
-from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.dispatch import COMPOSED, implements
 from jetrl_verl.kernels.fprop import check_linear
 from jetrl_verl.kernels.gemm_int8 import gemm_int8
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.quantize_int8 import quantize_int8
 from jetrl_verl.reference import QuantizedTensor
+
+__all__ = ["fprop_int8"]
 
 
 def _fprop_int8_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
@@ -17,7 +19,11 @@ def _fprop_int8_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
-@operator("fprop_int8(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias) -> Tensor", fake=_fprop_int8_fake)
+@operator(
+    "fprop_int8(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias) -> Tensor",
+    fake=_fprop_int8_fake,
+    backends=COMPOSED,
+)
 @implements("fprop_int8", "composed")
 def fprop_int8(
     x: torch.Tensor, w_qdata: torch.Tensor, w_scales: torch.Tensor, bias: torch.Tensor | None

@@ -7,11 +7,13 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
+
+__all__ = ["gather_quantized"]
 
 _TILE = 2048
 """Bytes of a row that a program copies at a time, as 32-bit words."""
@@ -70,7 +72,7 @@ def _fake(x, pair, k):
     return fake_rowwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1])))
 
 
-@operator("gather_quantized(Quantized x, Tensor pair, int k) -> Quantized", fake=_fake)
+@operator("gather_quantized(Quantized x, Tensor pair, int k) -> Quantized", fake=_fake, backends=TRITON)
 def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
     """Rows of segments from the qdata of tokens.
 

@@ -20,10 +20,12 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_words,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise, require_groups, require_groups_of_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor
+
+__all__ = ["gather_relayout_128x1"]
 
 # As in relayout_128x1.py: 32 bytes of a row are the smallest access to memory, wherever the row lies.
 _LAUNCH = {"COLUMNS": 32, "num_warps": 1}
@@ -91,6 +93,7 @@ def triton_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule:
 @operator(
     "gather_relayout_128x1(Quantized x, Tensor pair, int k, str rule) -> Quantized",
     fake=lambda x, pair, k, rule: fake_colwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1]))),
+    backends=TRITON,
 )
 def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
     """``kernels.relayout_128x1`` of the tokens' rows in segments.

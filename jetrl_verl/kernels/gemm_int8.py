@@ -10,11 +10,13 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.int8 import check_int8_gemm_shapes
+
+__all__ = ["gemm_int8"]
 
 implements("gemm_int8", "reference")(reference.gemm_int8)
 
@@ -118,7 +120,11 @@ def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
 
 
-@operator("gemm_int8(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake)
+@operator(
+    "gemm_int8(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    fake=_fake,
+    backends=TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
+)
 def _gemm_int8(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:

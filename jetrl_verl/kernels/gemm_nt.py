@@ -16,11 +16,13 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import backend_needs, choose, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, backend_needs, choose, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.reference.gemm import check_gemm_shapes
+
+__all__ = ["gemm_nt"]
 
 for _operation in ("gemm_nt_128x128", "gemm_nt_1x128"):
     implements(_operation, "reference")(reference.gemm_nt)
@@ -314,6 +316,7 @@ def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out
 @operator(
     "gemm_nt_128x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype, bool static_weight) -> Tensor",
     fake=_fake,
+    backends=NATIVE | {"sm90": ("native", "vllm_cutlass", "triton")},
 )
 def _gemm_nt_128x128(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, static_weight: bool
@@ -326,7 +329,9 @@ def _gemm_nt_128x128(
     return run(a, b, **call)
 
 
-@operator("gemm_nt_1x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake)
+@operator(
+    "gemm_nt_1x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake, backends=NATIVE
+)
 def _gemm_nt_1x128(
     a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:

@@ -7,12 +7,14 @@ import torch
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import native
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.gemm_nt import gemm_nt, native_supports_gemm_nt, triton_gemm_nt
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sum_of_ranks import sum_of_ranks
 from jetrl_verl.reference import QuantizedTensor, k_slices
 from jetrl_verl.reference.gemm import check_gemm_shapes, check_k_slices
+
+__all__ = ["gemm_nt_of_ranks"]
 
 implements("gemm_nt_of_ranks", "reference")(reference.gemm_nt_of_ranks)
 
@@ -82,7 +84,11 @@ def _fake(a: QuantizedTensor, b: QuantizedTensor, *_) -> torch.Tensor:
     return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=torch.bfloat16)
 
 
-@operator("gemm_nt_of_ranks(Quantized a, Quantized b, int ranks, Tensor? bias=None) -> Tensor", fake=_fake)
+@operator(
+    "gemm_nt_of_ranks(Quantized a, Quantized b, int ranks, Tensor? bias=None) -> Tensor",
+    fake=_fake,
+    backends=NATIVE | {"sm90": ("native", "slices", "triton")},
+)
 def gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:

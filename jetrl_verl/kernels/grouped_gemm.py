@@ -14,11 +14,13 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import choose, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, choose, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.gemm import check_k_slices
+
+__all__ = ["grouped_gemm_nt", "grouped_gemm_nt_of_ranks", "grouped_wgrad"]
 
 implements("grouped_wgrad", "reference")(reference.grouped_wgrad)
 
@@ -334,6 +336,7 @@ def _check(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor) -> None:
     "grouped_gemm_nt(Quantized a, Quantized b, Tensor start, int align=1, bool static_weight=False,"
     " bool static_segments=False) -> Tensor",
     fake=lambda a, b, *others: a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16),
+    backends=NATIVE,
 )
 def grouped_gemm_nt(
     a: QuantizedTensor,
@@ -369,6 +372,7 @@ def grouped_gemm_nt(
     fake=lambda a, b, start, ranks, *_: a.qdata.new_empty(
         (ranks, a.qdata.shape[0], b.qdata.shape[1]), dtype=torch.bfloat16
     ),
+    backends=NATIVE,
 )
 def grouped_gemm_nt_of_ranks(
     a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
@@ -392,7 +396,7 @@ def _fake_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) ->
     return dy.qdata.new_empty(shape, dtype=torch.bfloat16)
 
 
-@operator("grouped_wgrad(Quantized dy, Quantized x, Tensor start) -> Tensor", fake=_fake_wgrad)
+@operator("grouped_wgrad(Quantized dy, Quantized x, Tensor start) -> Tensor", fake=_fake_wgrad, backends=NATIVE)
 def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) -> torch.Tensor:
     """Weight gradients of all experts.
 

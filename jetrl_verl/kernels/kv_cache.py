@@ -25,11 +25,13 @@ from jetrl_verl.kernels.device.e4m3 import (
 )
 from jetrl_verl.kernels.device.halves import least_anchor, round_halves
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
+
+__all__ = ["QuantizedKV", "dequantize_kv", "quantize_dequantize_kv", "quantize_kv", "read_kv", "write_kv"]
 
 _ROWS = 16
 """Heads that one program quantizes."""
@@ -212,7 +214,11 @@ def _fake_dequantize_kv(key, key_scales, value, value_scales):
     return tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2))
 
 
-@operator("quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv)
+@operator(
+    "quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_quantize_kv,
+    backends=TRITON,
+)
 def _quantize_kv(k, v):
     return lookup("quantize_kv", k.device)(k, v)
 
@@ -220,6 +226,7 @@ def _quantize_kv(k, v):
 @operator(
     "dequantize_kv(Tensor key, Tensor key_scales, Tensor value, Tensor value_scales) -> (Tensor, Tensor)",
     fake=_fake_dequantize_kv,
+    backends=TRITON,
 )
 def _dequantize_kv(key, key_scales, value, value_scales):
     return lookup("dequantize_kv", key.device)(key, key_scales, value, value_scales)
@@ -242,7 +249,9 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
     return QuantizedKV(*quantized), k_out, v_out
 
 
-@operator("quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv)
+@operator(
+    "quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv, backends=TRITON
+)
 def quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The last two results of :func:`quantize_kv` without the FP8 data; same arguments and errors."""
     _check_heads("quantize_dequantize_kv", k, v)
@@ -352,7 +361,7 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
         )
 
 
-@operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None)
+@operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None, backends=TRITON)
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Quantize tokens into a rollout's pages, in place.
 
@@ -424,6 +433,7 @@ def _fake_read_kv(cache, block_table, lengths, cu_lengths, total, longest):
     "read_kv(Tensor cache, Tensor block_table, Tensor lengths, Tensor cu_lengths, int total, int longest)"
     " -> (Tensor, Tensor)",
     fake=_fake_read_kv,
+    backends=TRITON,
 )
 def read_kv(
     cache: torch.Tensor,

@@ -14,10 +14,12 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.reproducible import exp, log, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div
+
+__all__ = ["Normalized", "log_probs"]
 
 _TERM_BITS = 32
 """Binary places of a term of the softmax denominator: sums of up to 2^21 entries are exact."""
@@ -243,7 +245,7 @@ def _fake(logits, tokens, temperature):
     return logits.new_empty(tokens.shape)
 
 
-@operator("log_probs(Tensor logits, Tensor tokens, Tensor temperature) -> Tensor", fake=_fake)
+@operator("log_probs(Tensor logits, Tensor tokens, Tensor temperature) -> Tensor", fake=_fake, backends=TRITON)
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     require_shape("log_probs", "temperature", temperature, logits.shape[:1])
     require_shape("log_probs", "tokens", tokens, (logits.shape[0], tokens.shape[-1]))
@@ -253,6 +255,7 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Te
 @operator(
     "log_probs_backward(Tensor gradient, Tensor logits, Tensor tokens, Tensor temperature) -> Tensor",
     fake=lambda gradient, logits, tokens, temperature: logits.new_empty(logits.shape),
+    backends=TRITON,
 )
 def _log_probs_backward(
     gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor

@@ -16,11 +16,13 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_verl.kernels.device.launch import INTERPRETED, jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
+
+__all__ = ["gradient_dtype", "logits", "logits_backward"]
 
 
 @implements("logits", "reference")
@@ -140,7 +142,7 @@ def _fake(hidden, weight):
     return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
 
 
-@operator("logits(Tensor hidden, Tensor weight) -> Tensor", fake=_fake)
+@operator("logits(Tensor hidden, Tensor weight) -> Tensor", fake=_fake, backends=TRITON)
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     require_shape("logits", "weight", weight, (weight.shape[0], hidden.shape[-1]))
     return lookup("logits", hidden.device)(hidden, weight)

@@ -1,7 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Register a torch operator ``jetrl::<name>``, which torch.compile keeps whole and CUDA graphs capture; shared checks.
-Where torch need not see the operator, its function is called directly: torch's dispatch costs about 10 us.
+"""Declare an operation: its backends, and a torch operator ``jetrl::<name>``, which torch.compile keeps whole and CUDA
+graphs capture; shared checks. Where torch need not see the operator, its function is called directly: torch's dispatch
+costs about 10 us.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,19 +11,22 @@ from typing import Any
 
 import torch
 
+from jetrl_verl.kernels.dispatch import Backends, Operation, declare
 from jetrl_verl.reference import QuantizedTensor
 
 _LIBRARY = torch.library.Library("jetrl", "FRAGMENT")
 _QUANTIZED = "Quantized"
 
 
-def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
-    """Decorator: define ``jetrl::<schema>``, computed by the decorated function on CPU and CUDA tensors.
+def operator(schema: str, *, fake: Callable, backends: Backends, **properties: Any) -> Callable[[Callable], Callable]:
+    """Decorator: declare an operation and define ``jetrl::<schema>``, computed by the decorated function on CPU and
+    CUDA tensors.
 
     Args:
         schema: as in native_functions, with one more type: ``"quantize_1x128(Tensor x, str rule) -> Quantized"``. A
             ``Quantized q`` is a :class:`QuantizedTensor` to the function, and ``q_qdata, q_scales`` to torch.
         fake: the function for tracing; its results have shapes and types only.
+        backends: of the operation, registered above (``implements``). properties: others of ``dispatch.Operation``.
 
     Returns:
         A function that calls ``torch.ops.jetrl.<name>`` where a compiler, a mode or autograd needs to see it, and the
@@ -45,15 +49,14 @@ def operator(schema: str, *, fake: Callable) -> Callable[[Callable], Callable]:
         return _unflatten_values(values, gives) if any(gives) else values
 
     def register(function: Callable) -> Callable:
+        declare(name, Operation(backends, **properties))
         _LIBRARY.define(f"{name}({_torch_schema_args(arguments)}) -> {_torch_schema_results(results, one)}")
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *flat: flatten(function(*_unflatten_values(flat, takes))), key)
         torch.library.register_fake(
             f"jetrl::{name}", lambda *flat: flatten(fake(*_unflatten_values(flat, takes))), lib=_LIBRARY
         )
-        packet, _, overload = name.partition(".")
-        registered = getattr(torch.ops.jetrl, packet)
-        registered = getattr(registered, overload) if overload else registered
+        registered = getattr(torch.ops.jetrl, name)
 
         @wraps(function)
         def call(*args: Any, **named: Any) -> Any:

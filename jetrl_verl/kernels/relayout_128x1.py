@@ -18,11 +18,13 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_words,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, check_rule
+
+__all__ = ["relayout_128x1"]
 
 implements("relayout_128x1", "reference")(reference.relayout_128x1)
 
@@ -110,7 +112,9 @@ def native_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
     return out
 
 
-@operator("relayout_128x1(Quantized q, str rule) -> Quantized", fake=lambda q, rule: fake_colwise(q.qdata))
+@operator(
+    "relayout_128x1(Quantized q, str rule) -> Quantized", fake=lambda q, rule: fake_colwise(q.qdata), backends=NATIVE
+)
 def relayout_128x1(q: QuantizedTensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.relayout_128x1`."""
     return lookup("relayout_128x1", q.qdata.device, q)(q, rule)

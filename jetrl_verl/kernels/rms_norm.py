@@ -18,13 +18,15 @@ from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.reference import QuantizedTensor
+
+__all__ = ["add_rms_norm", "add_rms_norm_quantize_1x128", "rms_norm", "rms_norm_quantize_1x128"]
 
 # --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
 
@@ -316,7 +318,7 @@ def _fake(x, weight, eps):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake)
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake, backends=TRITON)
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y BF16 and rstd FP32 of x [..., K]."""
     require_shape("rms_norm", "weight", weight, x.shape[-1:])
@@ -327,7 +329,11 @@ def _fake_add(x, residual, weight, eps):
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-@operator("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake_add)
+@operator(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_fake_add,
+    backends=TRITON,
+)
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -355,6 +361,7 @@ def _fake_quantize(x, weight, eps, rule):
 @operator(
     "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Quantized)",
     fake=_fake_quantize,
+    backends=TRITON,
 )
 def _rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
@@ -372,6 +379,7 @@ def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
     "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
     " -> (Tensor, Tensor, Quantized)",
     fake=_fake_add_quantize,
+    backends=TRITON,
 )
 def _add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
@@ -388,7 +396,11 @@ def _fake_backward(dy, x, weight, rstd):
     return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
 
 
-@operator("rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)", fake=_fake_backward)
+@operator(
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    fake=_fake_backward,
+    backends=TRITON,
+)
 def rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

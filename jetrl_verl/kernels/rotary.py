@@ -17,10 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.kernels.views import as_type
+
+__all__ = ["ROPE_TYPES", "rotary", "rotary_table"]
 
 ROPE_TYPES = ("default", "llama3")
 """The supported ``rope_type`` of ``rope_parameters``."""
@@ -174,7 +176,11 @@ def check_rotary(
 
 
 # Checked when it runs, not when it is traced: a comparison of symbolic sizes would become a guard of the compiler.
-@operator("rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)", fake=_fake)
+@operator(
+    "rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)",
+    fake=_fake,
+    backends=TRITON,
+)
 def _rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,10 +12,12 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+
+__all__ = ["route"]
 
 _TERM_BITS = 40
 """Binary places of a term of the softmax denominator over all experts: sums over up to 2^13 experts are exact."""
@@ -125,7 +127,7 @@ def _fake(logits, k, renormalize):
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
 
-@operator("route(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor)", fake=_fake)
+@operator("route(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor)", fake=_fake, backends=TRITON)
 def _route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype != torch.float32 or logits.ndim != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(

@@ -12,7 +12,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
@@ -20,6 +20,8 @@ from jetrl_verl.kernels.route import choose_experts, lanes_of, reference_route, 
 from jetrl_verl.kernels.segments import triton_segments
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import QuantizedTensor, Segments
+
+__all__ = ["route_and_permute"]
 
 Permuted = tuple[torch.Tensor, Segments, QuantizedTensor]
 
@@ -150,6 +152,7 @@ def _fake(logits, x, k, renormalize):
     "route_and_permute(Tensor logits, Quantized x, int k, bool renormalize)"
     " -> (Tensor, Tensor, Tensor, Tensor, Quantized)",
     fake=_fake,
+    backends=TRITON,
 )
 def _route_and_permute(
     logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool

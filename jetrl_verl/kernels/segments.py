@@ -8,10 +8,12 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import Segments, rows_of_segments
+
+__all__ = ["segments"]
 
 _PIECE = 256
 _LANES_AT_ONCE, _TILE = 32, 256
@@ -101,7 +103,9 @@ def _fake(experts_of, experts, align):
     return experts_of.new_empty(experts_of.shape), experts_of.new_empty(rows), experts_of.new_empty(experts + 1)
 
 
-@operator("segments(Tensor experts_of, int experts, int align) -> (Tensor, Tensor, Tensor)", fake=_fake)
+@operator(
+    "segments(Tensor experts_of, int experts, int align) -> (Tensor, Tensor, Tensor)", fake=_fake, backends=TRITON
+)
 def _segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
     if experts_of.dtype != torch.int32 or experts_of.ndim != 2 or align < 1:
         raise ValueError(

@@ -30,12 +30,14 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
+
+__all__ = ["silu_mul", "silu_mul_backward_quantize", "silu_mul_quantize", "silu_mul_quantize_1x128"]
 
 Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
@@ -417,7 +419,7 @@ def _fake(gate, up):
     return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
-@operator("silu_mul(Tensor gate, Tensor up) -> Tensor", fake=_fake)
+@operator("silu_mul(Tensor gate, Tensor up) -> Tensor", fake=_fake, backends=TRITON)
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     require_shape("silu_mul", "up", up, gate.shape)
     return lookup("silu_mul", gate.device)(gate, up)
@@ -427,7 +429,9 @@ def _fake_backward(dy, gate, up):
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-@operator("silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", fake=_fake_backward)
+@operator(
+    "silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", fake=_fake_backward, backends=TRITON
+)
 def _silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("silu_mul_backward", gate.device)(dy, gate, up)
 
@@ -445,6 +449,7 @@ def _fake_quantize(gate, up, rule, with_product, with_colwise):
     "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product, bool with_colwise)"
     " -> (Tensor, Quantized, Quantized)",
     fake=_fake_quantize,
+    backends=TRITON,
 )
 def _silu_mul_quantize(
     gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
@@ -464,6 +469,7 @@ def _fake_backward_quantize(dy, gate, up, rule):
     "silu_mul_backward_quantize(Tensor dy, Tensor gate, Tensor up, str rule)"
     " -> (Quantized, Quantized, Quantized, Quantized)",
     fake=_fake_backward_quantize,
+    backends=NATIVE,
 )
 def _silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
     """1x128 and 128x1 qdata of gate's gradient, then of up's."""

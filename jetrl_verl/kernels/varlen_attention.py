@@ -18,6 +18,8 @@ from jetrl_verl.kernels.attention import (
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 
+__all__ = ["varlen_attention"]
+
 LARGEST_HEAD = 256
 """FlashAttention's largest head dimension; head dimensions are multiples of 8."""
 
@@ -83,6 +85,9 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale)"
     " -> (Tensor, Tensor)",
     fake=_fake,
+    backends={"cpu": ("sdpa",), "sm90": ("flash_attention_3", "flash_attention_2")},
+    equal_bits=False,
+    needs_fp8=False,
 )
 def _varlen_attention(*call) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("varlen_attention", call[0].device, *call)(*call)
@@ -92,6 +97,8 @@ def _varlen_attention(*call) -> tuple[torch.Tensor, torch.Tensor]:
     "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out,"
     " Tensor lse, int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
     fake=fake_attention_backward,
+    backends={"cpu": ("sdpa",), "sm90": ("flash_attention_2",)},
+    needs_fp8=False,
 )
 def _varlen_attention_backward(*call) -> tuple[torch.Tensor, ...]:
     return lookup("varlen_attention_backward", call[0].device)(*call)

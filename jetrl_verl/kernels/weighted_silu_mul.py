@@ -24,7 +24,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -37,6 +37,8 @@ from jetrl_verl.kernels.results import (
 from jetrl_verl.kernels.silu_mul import silu_and_derivative
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
+
+__all__ = ["weighted_silu_mul_backward_quantize", "weighted_silu_mul_quantize"]
 
 Gradients = tuple[QuantizedTensor, QuantizedTensor, torch.Tensor]
 
@@ -257,6 +259,7 @@ def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> 
 @operator(
     "weighted_silu_mul_quantize(Tensor gate_up, Tensor weights, Tensor pair, str rule) -> Quantized",
     fake=lambda gate_up, weights, pair, rule: fake_rowwise(gate_up[:, : gate_up.shape[1] // 2]),
+    backends=TRITON,
 )
 def weighted_silu_mul_quantize(
     gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
@@ -287,6 +290,7 @@ def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
     "weighted_silu_mul_backward_quantize(Tensor dy, Tensor gate_up, Tensor weights, Tensor pair, str rule)"
     " -> (Quantized, Quantized, Tensor)",
     fake=_fake_backward_quantize,
+    backends=TRITON,
 )
 def weighted_silu_mul_backward_quantize(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str

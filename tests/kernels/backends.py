@@ -15,7 +15,7 @@ class Backend:
 
     def __getattr__(self, operation: str) -> Callable:
         operation = "gemm_nt_128x128" if operation == "gemm_nt" else operation
-        if operation not in dispatch.BACKENDS:
+        if operation not in dispatch.OPERATIONS:
             raise AttributeError(operation)
         return dispatch.implementation(operation, self.name)
 

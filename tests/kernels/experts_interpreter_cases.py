@@ -328,5 +328,5 @@ COPIES = [call for call in self_check.calls() if call.name in WITHOUT_ROUNDING]
 
 @pytest.mark.parametrize("call", COPIES, ids=lambda call: call.name)
 def test_doctor_self_check_of_operations_without_rounding(call, monkeypatch):
-    monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("triton", "reference"))
+    monkeypatch.setitem(dispatch.OPERATIONS[call.operation].backends, "cpu", ("triton", "reference"))
     assert list(self_check._of_call(call, torch.device("cpu"))) == [(call.subject, call.name, "triton", "")]

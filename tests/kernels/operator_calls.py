@@ -130,4 +130,4 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "drawn_log_probs": (logits, drawn[0], temperature, *drawn[1:]),
     }
     column = kernels.platform_of(torch.device(device))
-    return {name: call for name, call in arguments.items() if column in kernels.BACKENDS[name]}
+    return {name: call for name, call in arguments.items() if column in kernels.OPERATIONS[name].backends}

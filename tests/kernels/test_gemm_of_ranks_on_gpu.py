@@ -66,7 +66,7 @@ def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> t
 
 def backends_of(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> list[str]:
     """Backends of this GPU that support the call."""
-    names = kernels.BACKENDS["gemm_nt_of_ranks"][kernels.platform_of(a.qdata.device)]
+    names = kernels.OPERATIONS["gemm_nt_of_ranks"].backends[kernels.platform_of(a.qdata.device)]
     return [name for name in names if dispatch.supports("gemm_nt_of_ranks", name, a, b, ranks, bias)]
 
 

@@ -83,7 +83,7 @@ def test_a_row_has_the_same_bits_in_every_batch(nk, b_block_scaled):
 
 @pytest.mark.parametrize("operation", ["gemm_nt_128x128", "gemm_nt_1x128"])
 def test_backends_that_share_a_table_entry_agree_in_every_bit(operation):
-    names = kernels.BACKENDS[operation][kernels.platform_of(torch.device("cuda"))]
+    names = kernels.OPERATIONS[operation].backends[kernels.platform_of(torch.device("cuda"))]
     b_block_scaled = operation == "gemm_nt_128x128"
     for m, n, k in ((8, 6144, 4096), (1000, 4096, 12288)):
         a, b = operands(m, n, k, b_block_scaled)

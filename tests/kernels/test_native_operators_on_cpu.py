@@ -52,9 +52,11 @@ def test_the_library_has_the_operators_that_the_backend_calls():
 
 
 def test_doctor_self_check_matches_the_reference(monkeypatch):
-    native_calls = [call for call in self_check.calls() if "native" in dispatch.BACKENDS[call.operation]["sm90"]]
+    native_calls = [
+        call for call in self_check.calls() if "native" in dispatch.OPERATIONS[call.operation].backends["sm90"]
+    ]
     for call in native_calls:
-        monkeypatch.setitem(dispatch.BACKENDS[call.operation], "cpu", ("native", "reference"))
+        monkeypatch.setitem(dispatch.OPERATIONS[call.operation].backends, "cpu", ("native", "reference"))
     outcomes = self_check.outcomes(torch.device("cpu"))
     assert outcomes == [self_check.Outcome(call.subject, call.name, "native", "") for call in native_calls]
 

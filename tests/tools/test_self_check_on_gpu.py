@@ -15,7 +15,7 @@ def test_every_available_backend_has_the_references_bits():
     assert [outcome for outcome in outcomes if outcome.error] == []
     answered = {(outcome.name, outcome.backend) for outcome in outcomes}
     for call in self_check.calls():
-        for backend in kernels.BACKENDS[call.operation][dispatch.platform_of(device)]:
+        for backend in kernels.OPERATIONS[call.operation].backends[dispatch.platform_of(device)]:
             # vLLM's kernel does not support every number of rows.
             if backend != "vllm_cutlass" and not self_check.why_not(backend):
                 assert (call.name, backend) in answered

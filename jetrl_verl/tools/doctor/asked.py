@@ -30,7 +30,7 @@ def ask_kernels() -> dict[str, Any]:
     import torch
 
     from jetrl_verl.config.environment import why_not_shared
-    from jetrl_verl.kernels import BACKENDS, describe_backends, platform_of
+    from jetrl_verl.kernels import OPERATIONS, describe_backends, platform_of
     from jetrl_verl.kernels.dispatch import backends_on
     from jetrl_verl.tools.doctor.self_check import why_not
 
@@ -41,7 +41,8 @@ def ask_kernels() -> dict[str, Any]:
         capability = list(torch.cuda.get_device_capability(index))
         name = torch.cuda.get_device_name(index)
         gpus.append({"name": name, "capability": capability, "free": free, "total": total})
-    known = sorted({name for platforms in BACKENDS.values() for names in platforms.values() for name in names})
+    rows = (operation.backends for operation in OPERATIONS.values())
+    known = sorted({name for row in rows for names in row.values() for name in names})
     devices = {}
     for device in [f"cuda:{index}" for index in range(count)] or ["cpu"]:
         try:

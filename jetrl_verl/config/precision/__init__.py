@@ -9,11 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 
 
 @cache
-def group_values(precision: str) -> DictConfig:
-    """Contents of ``<precision>.yaml``, without what its defaults bring."""
-    return OmegaConf.load(Path(__file__).with_name(f"{precision}.yaml"))
+def _values(file: Path) -> DictConfig:
+    return OmegaConf.load(file)
 
 
-def target_of(node: str, precision: str = "fp8_rollout") -> str:
-    """``_target_`` that a precision gives to the node at a dotted path."""
-    return OmegaConf.select(group_values(precision), f"{node}._target_", throw_on_missing=True)
+def target_of(node: str, precision: str = "") -> str:
+    """``_target_`` of the node at a dotted path, in a precision's own file or in what all precisions begin with."""
+    folder = Path(__file__).parent
+    file = folder / f"{precision}.yaml" if precision else folder.with_name("jetrl.yaml")
+    return OmegaConf.select(_values(file), f"{node}._target_", throw_on_missing=True)

@@ -346,7 +346,7 @@ GENERAL_ROWS: tuple[Row, ...] = (
         {"trainer.device": other_than("cuda", "cpu", example="npu")},
         _OR_BF16,
     ),
-    *(target_row(node, "fp8_rollout", EVERY) for node in (*_ENGINES, "critic.fsdp", ROLLOUT)),
+    *(target_row(node, "", EVERY) for node in (*_ENGINES, "critic.fsdp", ROLLOUT)),
     Row(
         "options_removed",
         "a node of ours without our options",

@@ -17,6 +17,7 @@ by setting :data:`FIRST_AND_LAST` in the context in which vLLM adds them. A requ
 share one under ``full_determinism``. Other users of the engine, such as vLLM's HTTP server, are not affected.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -24,13 +25,15 @@ from typing import Any
 from jetrl_verl.patches.patch import Patch
 
 REACHES = (
+    "verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.engine",
     "vllm.v1.engine.async_llm:AsyncLLM.add_request",
+    "vllm.v1.engine.async_llm:AsyncLLM.output_processor",
     "vllm.v1.engine.logprobs:LogprobsProcessor.update_from_output",
     "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
     "vllm.v1.engine.output_processor:RequestState.make_request_output",
     "vllm.v1.engine.output_processor:RequestState.output_kind",
 )
-"""Public names of vLLM that this file relies on; scripts/reach.py watches them."""
+"""Public names that this file relies on; scripts/reach.py watches them."""
 
 FIRST_AND_LAST: ContextVar[bool] = ContextVar("jetrl_first_and_last", default=False)
 """Whether only the first and the last output of a request added now are read."""
@@ -115,12 +118,10 @@ class _SampledLogProbs:
 
 
 async def generate(stock, self: Any, prompt_ids: Any, sampling_params: dict, *args: Any, **kwargs: Any) -> Any:
-    from vllm.v1.engine import output_processor
-
     if not sampling_params.get("stop"):
         sampling_params = {"detokenize": False} | sampling_params
     # Absent if the patch of vLLM's function was not applied.
-    announced = getattr(output_processor, "FIRST_AND_LAST", None)
+    announced = getattr(inspect.getmodule(type(self.engine.output_processor)), "FIRST_AND_LAST", None)
     if announced is None:
         return await stock(self, prompt_ids, sampling_params, *args, **kwargs)
     before = announced.set(True)

@@ -7,11 +7,15 @@ weight sync meets a parameter of size 0. Experts are packed into a layout that n
 multiply with the parameters themselves, which is slower; for models small enough for a CPU it does not matter.
 """
 
+import inspect
 import os
 
 import torch
 
 from jetrl_verl.patches.patch import Patch
+
+REACHES = ("vllm.model_executor.layers.fused_moe.cpu_fused_moe:_CPU_MOE_ACT_FN",)
+"""A private name of the module of a replaced function; scripts/reach.py watches it."""
 
 
 def dispatch_cpu_unquantized_gemm(stock, layer: torch.nn.Module, remove_weight: bool) -> None:
@@ -35,12 +39,9 @@ KEEP_WEIGHT = Patch(
 def check_grouped_gemm(stock, self, layer: torch.nn.Module) -> tuple[bool, str]:
     if os.environ.get("VERL_PLATFORM") != "cpu":
         return stock(self, layer)
-    from vllm.model_executor.layers.activation import SiluAndMul
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
     # vLLM builds a module in every forward of this path, where no vLLM configuration is set.
-    cpu_fused_moe._CPU_MOE_ACT_FN[MoEActivation.SILU] = SiluAndMul.forward_native
+    names = inspect.getmodule(type(self))
+    names._CPU_MOE_ACT_FN[names.MoEActivation.SILU] = names.SiluAndMul.forward_native
     return False, "none"
 
 

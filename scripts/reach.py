@@ -93,7 +93,10 @@ class Sources:
         return self._modules[name]
 
     def resolve(self, full_name: str, depth: int = 0) -> tuple["Module", str] | None:
-        """Module that defines ``package.module.Class.attribute``, and the name there. Follows imports."""
+        """Module that defines ``package.module.Class.attribute``, and the name there.
+
+        Follows imports, also those of our functions that import a name and return it (``rollout/vllm_compat.py``).
+        """
         parts = full_name.split(".")
         for cut in range(len(parts), 0, -1):
             module = self.module(".".join(parts[:cut]))
@@ -102,7 +105,10 @@ class Sources:
             if cut == len(parts):
                 return module, ""
             name, rest = parts[cut], parts[cut + 1 :]
-            if find(module.tree, name) is not None:
+            node = find(module.tree, name)
+            if (imported := self._returned(module, node)) is not None:
+                return self.resolve(".".join([imported, *rest]), depth + 1)
+            if node is not None:
                 return module, ".".join([name, *rest])
             if depth > 8:
                 return None
@@ -114,6 +120,18 @@ class Sources:
                     return resolved
             return None
         return None
+
+    def _returned(self, module: "Module", node: ast.stmt | None) -> str | None:
+        """Full name of what one of our variables holds, if it is set to the result of such a function."""
+        ours = module.name.partition(".")[0] not in PROJECTS
+        if not (ours and isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and not node.value.args):
+            return None
+        dotted = _dotted(node.value.func)
+        resolved = None if dotted is None else self.resolve(module.meaning(dotted))
+        function = None if resolved is None else find(resolved[0].tree, resolved[1])
+        returns = [inner for inner in ast.walk(function or ast.Pass()) if isinstance(inner, ast.Return)]
+        name = _dotted(returns[0].value) if returns else None
+        return None if name is None else resolved[0].imports.get(name)
 
     def ancestors(self, module: "Module", node: ast.ClassDef) -> list[tuple["Module", ast.ClassDef]]:
         """The class and its base classes, nearest first."""

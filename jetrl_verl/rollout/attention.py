@@ -13,15 +13,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention import Attention
-from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.catalog import CacheTraits
+from jetrl_verl.rollout.vllm_compat import Attention, AttentionType, FullAttentionSpec, resolve_obj_by_qualname
 
 # Imported on their own platforms alone.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"

@@ -9,15 +9,11 @@ reference/kv_cache.py.
 from dataclasses import replace
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadataBuilder,
-)
 
 from jetrl_verl import kernels
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.reference.kv_cache import HEAD_DIM
+from jetrl_verl.rollout.vllm_compat import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
 
 
 class SharedCPUAttention(CPUAttentionBackendImpl):

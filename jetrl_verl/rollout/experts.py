@@ -12,10 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported, RoutedExperts
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeSparseMoeBlock
-from vllm.model_executor.utils import set_weight_attrs
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.support.scopes import VLLM
@@ -25,6 +21,14 @@ from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.row_parallel import reduce_ranks
+from jetrl_verl.rollout.vllm_compat import (
+    FusedMoEMethodBase,
+    FusedMoeWeightScaleSupported,
+    MoEActivation,
+    Qwen3MoeSparseMoeBlock,
+    RoutedExperts,
+    set_weight_attrs,
+)
 
 REACHES = (
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeDecoderLayer.forward",

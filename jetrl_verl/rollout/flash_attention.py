@@ -9,16 +9,13 @@ when requests are few. With an FP8 cache prompts and chunks run FlashAttention 3
 from typing import Any, NamedTuple
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
-from vllm.v1.attention.backends.flash_attn import (
-    FlashAttentionBackend,
-    FlashAttentionImpl,
-    FlashAttentionMetadataBuilder,
-)
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import native as kernels_native
 from jetrl_verl.reference import cache_shape
+from jetrl_verl.rollout.vllm_compat import AttentionCGSupport, CommonAttentionMetadata, flash_attention
+
+_stock = flash_attention()
 
 REACHES = (
     "vllm.v1.attention.backend:CommonAttentionMetadata",
@@ -27,7 +24,7 @@ REACHES = (
 """Argument and result (a ``FlashAttentionMetadata``) of ``build``; scripts/reach.py watches them."""
 
 
-class SharedFlashAttention(FlashAttentionImpl):
+class SharedFlashAttention(_stock.FlashAttentionImpl):
     """vLLM's own, except for batches whose metadata says that they are decodes."""
 
     def forward(
@@ -47,7 +44,7 @@ class SharedFlashAttention(FlashAttentionImpl):
         return kernels.norm_rotary_write(*heads, *kv_cache.unbind(1), slot_mapping)
 
 
-class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
+class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
     """One split in every call; ``jetrl_decodes`` of the metadata says whether a batch is decodes.
 
     FlashAttention's plan of blocks is made ahead only for batches inside captured graphs that are not decodes:
@@ -87,7 +84,7 @@ class SharedFlashAttentionMetadataBuilder(FlashAttentionMetadataBuilder):
         return False
 
 
-class SharedFlashAttentionBackend(FlashAttentionBackend):
+class SharedFlashAttentionBackend(_stock.FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SharedFlashAttention]:
         return SharedFlashAttention
@@ -97,7 +94,7 @@ class SharedFlashAttentionBackend(FlashAttentionBackend):
         return SharedFlashAttentionMetadataBuilder
 
 
-class FP8FlashAttention(FlashAttentionImpl):
+class FP8FlashAttention(_stock.FlashAttentionImpl):
     """Our decode kernel on FP8 pages; FlashAttention 3 on dequantized tokens for prompts and chunks."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
@@ -201,7 +198,7 @@ class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
         return metadata
 
 
-class FP8FlashAttentionBackend(FlashAttentionBackend):
+class FP8FlashAttentionBackend(_stock.FlashAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FP8FlashAttention]:
         return FP8FlashAttention

@@ -11,9 +11,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl_verl import formats
 from jetrl_verl.config.support.table import refuse
@@ -21,6 +18,13 @@ from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import expert_parameters
+from jetrl_verl.rollout.vllm_compat import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RoutedExperts,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from jetrl_verl.sync.contract import LiveParameter, LiveTensor
 
 

@@ -12,21 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    LinearBase,
-    LinearMethodBase,
-    UnquantizedLinearMethod,
-    register_weight_loader_v2_supported_method,
-)
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.parameter import (
-    BasevLLMParameter,
-    BlockQuantScaleParameter,
-    ChannelQuantScaleParameter,
-    ModelWeightParameter,
-)
 
 from jetrl_verl import formats
 from jetrl_verl.config.support.scopes import VLLM
@@ -38,6 +23,20 @@ from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor, check_rule
 from jetrl_verl.rollout.experts import JetExpertsMethod
 from jetrl_verl.rollout.row_parallel import order_reduction
+from jetrl_verl.rollout.vllm_compat import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    LinearBase,
+    LinearMethodBase,
+    ModelWeightParameter,
+    QuantizationConfig,
+    QuantizeMethodBase,
+    RoutedExperts,
+    UnquantizedLinearMethod,
+    get_tensor_model_parallel_world_size,
+    register_weight_loader_v2_supported_method,
+)
 
 
 class JetQuantizationConfig(QuantizationConfig):

@@ -9,15 +9,18 @@ piece would keep the slots of its capture.
 """
 
 import torch
-from vllm.config import CompilationConfig
-from vllm.model_executor.layers.attention.attention import get_attention_context, unified_attention_with_output
-from vllm.model_executor.models.qwen3 import Qwen3Attention
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.rollout.vllm_compat import (
+    CompilationConfig,
+    Qwen3Attention,
+    Qwen3MoeAttention,
+    get_attention_context,
+    unified_attention_with_output,
+)
 
 REACHES = (
     "vllm.config.compilation:CompilationConfig.splitting_ops",

@@ -42,7 +42,7 @@ def _announce_methods() -> None:
 
 def _announced(method: str) -> type:
     """A placeholder that imports the method when vLLM calls ``from_config``, its only way to make a configuration."""
-    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+    from vllm.model_executor.layers.quantization import QuantizationConfig
 
     class Announced(QuantizationConfig):
         @classmethod

@@ -15,14 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from vllm.config import VllmConfig
-from vllm.distributed import get_tp_group, tensor_model_parallel_all_reduce
-from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.rollout.vllm_compat import RowParallelLinear, VllmConfig, get_tp_group, tensor_model_parallel_all_reduce
 from jetrl_verl.sync.operations_probe import products_of_ranks
 
 MAX_ORDER_INVARIANT_RANKS = 2

@@ -10,18 +10,19 @@ import functools
 from typing import Any
 
 import torch
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
-from vllm.v1.sample.logits_processor.builtin import (
-    LogitBiasLogitsProcessor,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-)
-from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.rollout.log_probs import shared_log_probs
+from jetrl_verl.rollout.vllm_compat import (
+    LogitBiasLogitsProcessor,
+    LogprobsTensors,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+    Sampler,
+    SamplerOutput,
+    SamplingMetadata,
+)
 
 REACHES = (
     "vllm.v1.outputs:LogprobsTensors",

@@ -4,14 +4,18 @@
 
 import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
 from jetrl_verl import kernels
 from jetrl_verl.rollout.log_probs import GREEDY, shared_log_probs
+from jetrl_verl.rollout.vllm_compat import (
+    NO_LOGPROBS,
+    InputBatch,
+    LogprobsTensors,
+    SamplerOutputV2,
+    SamplerV2,
+    SamplingStates,
+    get_num_sampled_and_rejected,
+)
 
 REACHES = (
     "vllm.v1.outputs:LogprobsTensors",
@@ -33,7 +37,7 @@ REACHES = (
 """What this file uses of vLLM's second runner through values; scripts/reach.py watches it."""
 
 
-class SharedSamplerV2(Sampler):
+class SharedSamplerV2(SamplerV2):
     """As ``sampler.SharedSampler``, for the second runner."""
 
     def __call__(self, logits: torch.Tensor, input_batch: InputBatch):
@@ -76,7 +80,7 @@ class SharedSamplerV2(Sampler):
         positions = input_batch.positions[input_batch.logits_indices]
         return kernels.draw_tokens(logits, temperature, seeds, positions.to(torch.int64))
 
-    def _drawn(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutput:
+    def _drawn(self, logits: torch.Tensor, input_batch: InputBatch) -> SamplerOutputV2:
         temperature = self.sampling_states.temperature.gpu[input_batch.expanded_idx_mapping]
         tokens, normalized = self.draw(logits, input_batch, temperature)
         reported = None
@@ -91,7 +95,7 @@ class SharedSamplerV2(Sampler):
             input_batch.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(tokens[:, None], reported, None, num_sampled, num_rejected)
+        return SamplerOutputV2(tokens[:, None], reported, None, num_sampled, num_rejected)
 
     def _altered_requests(self) -> np.ndarray:
         """Boolean ``[max_num_reqs]``: requests that do not draw from the whole softmax."""

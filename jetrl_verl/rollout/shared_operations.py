@@ -13,14 +13,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers.activation import SiluAndMul
-from vllm.model_executor.layers.layernorm import RMSNorm
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
-from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
-from vllm.model_executor.models.qwen3 import Qwen3Attention
-from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
@@ -32,6 +24,17 @@ from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
+from jetrl_verl.rollout.vllm_compat import (
+    CustomOp,
+    Llama3RotaryEmbedding,
+    LogitsProcessor,
+    Qwen3Attention,
+    Qwen3MoeAttention,
+    RMSNorm,
+    RotaryEmbedding,
+    RotaryEmbeddingBase,
+    SiluAndMul,
+)
 
 _MODEL = "the model of this engine"
 """The model, in a message about a layer of it."""

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
-from vllm.distributed import get_tp_group
-from vllm.platforms import current_platform
 
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.rollout.attention import share_attention_layers
@@ -27,6 +25,7 @@ from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, reduce_ranks, stock_all_reduce_matches
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
+from jetrl_verl.rollout.vllm_compat import current_platform, get_tp_group, platform_worker
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, is_contract_piece
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 
@@ -38,10 +37,7 @@ if not logger.handlers:
     logger.propagate = False
 
 
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
+PlatformWorker = platform_worker()
 
 
 class JetWorker(PlatformWorker):

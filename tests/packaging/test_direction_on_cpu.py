@@ -75,6 +75,20 @@ WITHOUT_FRAMEWORKS = ("reference", "kernels", "formats", "models", "nn")
 FRAMEWORKS = {"verl", "vllm", "ray", "hydra", "omegaconf", "transformers"}
 BINDINGS = {"kernels.vllm_kernels": {"vllm"}}
 
+# Modules that may import vLLM's internals, and what of vLLM every other module may import: the engine's own interface
+# and the registration of plugins and quantization methods.
+OF_VLLM = {"rollout.vllm_compat", "kernels.vllm_kernels"}
+FREE_OF_VLLM = {
+    *("vllm", "vllm.LLM", "vllm.SamplingParams", "vllm.plugins.load_general_plugins"),
+    *(
+        f"vllm.model_executor.layers.quantization.{name}"
+        for name in (
+            *("QUANTIZATION_METHODS", "QuantizationConfig"),
+            *("get_quantization_config", "register_quantization_config"),
+        )
+    ),
+}
+
 
 # --- the walker ------------------------------------------------------------------------------------------------------
 
@@ -218,6 +232,15 @@ def test_numerics_import_no_framework(imports, package):
     for module in (module for module in imports if module.split(".")[0] == package):
         others = {name.split(".")[0] for name in imports[module]["others"]}
         assert others & FRAMEWORKS <= BINDINGS.get(module, set()), module
+
+
+def test_vllms_internals_are_imported_in_two_places_alone(imports):
+    internal = {
+        module: names
+        for module, entry in imports.items()
+        if (names := {name for name in entry["others"] if name.split(".")[0] == "vllm"} - FREE_OF_VLLM)
+    }
+    assert set(internal) == OF_VLLM, {module: names for module, names in internal.items() if module not in OF_VLLM}
 
 
 # --- the walker, tested ----------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
         numbers[name] = np.full(ROWS, value, dtype=dtype)
         numbers[name][IN_STEP[1]] = changes.get(name, value)
     numbers["seeds"] = np.arange(ROWS)
-    states_class = sampler_v2.Sampler.__init__.__globals__["SamplingStates"]
+    states_class = sampler_v2.SamplerV2.__init__.__globals__["SamplingStates"]
     sampler.sampling_states = object.__new__(states_class)
     for name, values in numbers.items():
         plain = name in ("num_logprobs", "seeds_set")

@@ -174,9 +174,9 @@ class Recorder:
         self._exchange(kernels, "route_and_permute", routed)
         self._exchange(kernels, "combine", combined)
         if not self._shared:
-            from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+            from jetrl_verl.rollout.vllm_compat import cpu_experts
 
-            self._exchange(cpu_fused_moe, "select_experts", selected)
+            self._exchange(cpu_experts(), "select_experts", selected)
             for layer in decoder.layers:
                 self._wrap(layer.get_submodule(self._family.experts.block).experts.router, "select_experts", selected)
 

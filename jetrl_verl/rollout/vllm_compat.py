@@ -1,0 +1,94 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: F401
+"""vLLM's internals: the only module of the package that imports them. Nothing of ours lives here.
+
+A name is vLLM's own unless versions differ in what it means; then it is ours. Free everywhere are ``vllm.LLM``,
+``vllm.SamplingParams``, and the registration of plugins and quantization methods. The wheel's compiled kernels are in
+kernels/vllm_kernels.py. An engine's parent process imports this module: what touches a device or changes torch when it
+is imported comes from a function.
+"""
+
+from types import ModuleType
+
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention.attention import (
+    Attention,
+    get_attention_context,
+    unified_attention_with_output,
+)
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported, RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding, RotaryEmbeddingBase
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.qwen3 import Qwen3Attention
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeAttention, Qwen3MoeSparseMoeBlock
+from vllm.model_executor.parameter import (
+    BasevLLMParameter,
+    BlockQuantScaleParameter,
+    ChannelQuantScaleParameter,
+    ModelWeightParameter,
+)
+from vllm.model_executor.utils import set_weight_attrs
+from vllm.platforms import current_platform
+from vllm.utils.import_utils import resolve_obj_by_qualname
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor.builtin import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
+from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
+
+
+def platform_worker() -> type:
+    """vLLM's worker class of this platform."""
+    if current_platform.is_cpu():
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def flash_attention() -> ModuleType:
+    """The module of vLLM's FlashAttention backend."""
+    from vllm.v1.attention.backends import flash_attn
+
+    return flash_attn
+
+
+def cpu_experts() -> ModuleType:
+    """The module whose ``select_experts`` chooses a mixture's experts on a CPU."""
+    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+
+    return cpu_fused_moe

@@ -33,14 +33,13 @@ from jetrl_verl.config.environment import check_model
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
-from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.models import family, model_types
 from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
-from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.sync.wire import quantize_stream, with_completed
+from jetrl_verl.sync.wire import as_tensors, quantize_stream
 
 FORMATS = (UNQUANTIZED, *(name for name, traits in formats.FORMATS.items() if traits.exports), "both")
 FACTS = "jetrl_export.json"
@@ -380,17 +379,17 @@ class _Digest:
     def __init__(self, tied: bool) -> None:
         self.value, self._tied = 0, tied
 
-    def of(self, stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def of(
+        self, stream: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]
+    ) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
         """Yield ``stream`` and add up its sums."""
-        for name, tensor, completed in with_completed(stream):
-            if completed is not None:
-                whole, value = completed
-                if isinstance(value, QuantizedTensor):
-                    self._add(formats.of(value.qdata).sums(value))
-                else:
-                    # Trainer and rollout count a tied embedding under both of its names.
-                    self._add(row_sums(value), times=1 + (self._tied and whole == _EMBEDDING))
-            yield name, tensor
+        for name, value in stream:
+            if isinstance(value, QuantizedWeight):
+                self._add(value.format.sums(value))
+            else:
+                # Trainer and rollout count a tied embedding under both of its names.
+                self._add(row_sums(value), times=1 + (self._tied and name == _EMBEDDING))
+            yield name, value
 
     def _add(self, sums: torch.Tensor, times: int = 1) -> None:
         self.value = (self.value + times * int(sums.sum().item())) % 2**64
@@ -430,8 +429,10 @@ def _checked(
         raise ExportError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
 
 
-def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes: int) -> tuple[int, int, int]:
-    """Write a stream as safetensors of about ``shard_bytes``; returns the number of files, bytes and FP8 tensors."""
+def _save(
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]], folder: Path, shard_bytes: int
+) -> tuple[int, int, int]:
+    """Write a stream as safetensors of about ``shard_bytes``; returns the number of files, bytes and FP8 weights."""
     shard: dict[str, torch.Tensor] = {}
     buffered = size = quantized = 0
     parts: list[list[str]] = []
@@ -441,15 +442,16 @@ def _save(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, shard_bytes
         parts.append(list(shard))
         shard.clear()
 
-    for name, tensor in tensors:
-        # A weight's FP8 data and scales go into one file.
-        if shard and buffered + tensor.nbytes > shard_bytes and not name.endswith(SCALE_SUFFIX):
+    for weight in weights:
+        tensors = dict(as_tensors([weight]))
+        weight_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if shard and buffered + weight_bytes > shard_bytes:
             flush()
             buffered = 0
-        shard[name] = tensor.contiguous()
-        buffered += tensor.nbytes
-        size += tensor.nbytes
-        quantized += formats.of(tensor) is not None
+        shard |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+        buffered += weight_bytes
+        size += weight_bytes
+        quantized += isinstance(weight[1], QuantizedWeight)
     flush()
     if len(parts) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")

@@ -22,8 +22,6 @@ from jetrl_verl.formats.catalog import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from jetrl_verl.formats.caches import KVCache
     from jetrl_verl.formats.format import Format
 
@@ -48,13 +46,3 @@ def kv_cache(name: str) -> "KVCache":
         ValueError: there is no such cache.
     """
     return import_module(f"{__name__}.caches").OBJECTS[cache_traits(name).name]
-
-
-def of(tensor: "torch.Tensor") -> "Format | None":
-    """The format of qdata ``tensor``, by its type; None if it is not quantized."""
-    return _by_dtype().get(tensor.dtype)
-
-
-@cache
-def _by_dtype() -> "dict[torch.dtype, Format]":
-    return {get(name).dtype: get(name) for name in FORMATS}

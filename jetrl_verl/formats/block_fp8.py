@@ -17,7 +17,7 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.formats.catalog import FORMATS
 from jetrl_verl.formats.e4m3 import lost
-from jetrl_verl.formats.format import Format
+from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, Segments, dequantize_1x128, dequantize_128x128
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
@@ -34,15 +34,16 @@ class BlockFP8(Format):
     columns_per_scale = BLOCK
     accepts_quantized = True
 
-    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedWeight:
         if scales is not None:
             raise ValueError("FP8 computes a weight's scales itself. Leave scales out.")
         if weight.ndim == 2:
-            return kernels.quantize_128x128(weight, rule)
+            q = kernels.quantize_128x128(weight, rule)
+            return QuantizedWeight(self, q.qdata, q.scales)
         # No block holds rows of two experts: N is a multiple of 128.
         experts, n, k = weight.shape
         qdata, scales = kernels.quantize_128x128(weight.reshape(experts * n, k), rule)
-        return QuantizedTensor(qdata.view(weight.shape), scales.view(experts, n // BLOCK, -1))
+        return QuantizedWeight(self, qdata.view(weight.shape), scales.view(experts, n // BLOCK, -1))
 
     def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
         flat = QuantizedTensor(weight.qdata.flatten(0, -2), weight.scales.flatten(0, -2))

@@ -7,7 +7,7 @@ import torch
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.formats.catalog import FORMATS
-from jetrl_verl.formats.format import Format
+from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.reference import QuantizedTensor
 
 
@@ -19,8 +19,9 @@ class ChannelINT8(Format):
     rows_per_scale = 1
     columns_per_scale = None
 
-    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
-        return kernels.quantize_int8(weight) if scales is None else reference.quantize_int8(weight, scales)
+    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedWeight:
+        q = kernels.quantize_int8(weight) if scales is None else reference.quantize_int8(weight, scales)
+        return QuantizedWeight(self, q.qdata, q.scales)
 
     def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
         return reference.dequantize_int8(weight)

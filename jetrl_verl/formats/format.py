@@ -38,6 +38,18 @@ def _probe_inputs(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, tor
     return x, w, bias
 
 
+class QuantizedWeight(QuantizedTensor):
+    """A quantized weight and the format that made it, for code that is given weights of any format.
+
+    Attributes:
+        format: of ``qdata`` and ``scales``.
+    """
+
+    def __init__(self, number_format: "Format", qdata: torch.Tensor, scales: torch.Tensor) -> None:
+        super().__init__(qdata, scales)
+        self.format = number_format
+
+
 class Format(ABC):
     """One number format of a quantized linear layer.
 
@@ -60,7 +72,7 @@ class Format(ABC):
     # Quantize and multiply
 
     @abstractmethod
-    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedTensor:
+    def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedWeight:
         """Quantize ``weight [N, K]`` BF16.
 
         Args:

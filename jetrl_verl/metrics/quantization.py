@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from jetrl_verl import formats
-from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.formats.format import SCALE_SUFFIX, Format, QuantizedWeight
 from jetrl_verl.metrics.experts import Sample, SampledExperts, experts_of
 from jetrl_verl.metrics.kv_cache import KVCacheSampler
 from jetrl_verl.metrics.sample import sampled_layers, sampled_rows, shares, shares_of_experts, tally
@@ -27,8 +26,7 @@ from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
-from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of
-from jetrl_verl.sync.wire import with_completed
+from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
 
 SAMPLED_QDATA = 2**16
 """Qdata kept of each weight, on average in a stack: a share of 1e-3 is known to 12%, over 36 layers to 2%."""
@@ -220,18 +218,23 @@ class CodeChanges:
         self._before: dict[tuple[str, ...], _Sampled] = {}
         self._read = True
 
-    def watch(self, weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
+    def watch(
+        self, weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]
+    ) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
         """Pass a sync's stream through and sample it."""
         if self._read:
             self._before = self._kept
         self._kept, self._read = {}, False
-        for name, tensor in weights:
-            names = names_of(name)
-            qdata = formats.of(tensor) is not None
-            if qdata or names[0].endswith(SCALE_SUFFIX):
-                sample, step = _spread(tensor.view(torch.uint8) if qdata else tensor, len(names))
-                self._kept[names] = _Sampled(name, sample, tensor.numel(), step)
-            yield name, tensor
+        for name, value in weights:
+            if isinstance(value, QuantizedWeight):
+                self._keep(name, value.qdata.view(torch.uint8))
+                self._keep(renamed(name, suffix=SCALE_SUFFIX), value.scales)
+            yield name, value
+
+    def _keep(self, name: Name, tensor: torch.Tensor) -> None:
+        names = names_of(name)
+        sample, step = _spread(tensor, len(names))
+        self._kept[names] = _Sampled(name, sample, tensor.numel(), step)
 
     def metrics(self) -> dict[str, float]:
         """``qdata_changed/<kind>`` and ``scales_changed/<kind>`` of the last sync, for experts also
@@ -299,7 +302,9 @@ class QuantizationMetrics:
         self._changes = CodeChanges(plans)
         self._due = False
 
-    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def watch(
+        self, weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]
+    ) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
         """Pass a sync's stream through, and measure in the next :meth:`measuring`."""
         self._due = True
         return self._changes.watch(weights)
@@ -335,7 +340,9 @@ def _extremes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack(torch.aminmax(tensor)).float()
 
 
-def refuse_non_finite(weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[Name, torch.Tensor]]:
+def refuse_non_finite(
+    weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]],
+) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
     """Pass a sync's stream through; at its end, raise if a weight is not finite.
 
     Of a quantized weight it reads one value per scale, and it waits for the device once.
@@ -345,16 +352,13 @@ def refuse_non_finite(weights: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[
     """
     quantized: dict[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]] = {}
     plain: dict[Name, torch.Tensor] = {}
-    for name, tensor, completed in with_completed(weights):
-        if completed is not None:
-            whole, value = completed
-            if isinstance(value, QuantizedTensor):
-                number_format = formats.of(value.qdata)
-                sample = number_format.nan_sample(value.qdata)
-                quantized.setdefault(number_format, []).append((whole, sample, value.scales))
-            elif value.is_floating_point():
-                plain[whole] = _unless_small(value)
-        yield name, tensor
+    for name, value in weights:
+        if isinstance(value, QuantizedWeight):
+            sample = value.format.nan_sample(value.qdata)
+            quantized.setdefault(value.format, []).append((name, sample, value.scales))
+        elif value.is_floating_point():
+            plain[name] = _unless_small(value)
+        yield name, value
     broken = _non_finite(quantized, plain)
     if broken:
         raise NonFiniteWeightError(

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl_verl import formats
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import expert_parameters
@@ -53,18 +52,20 @@ class _Parameter:
     live: LiveParameter
     columns: slice
     whole_columns: int
+    format: Format | None
 
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
         """Rows from ``start`` on, which are the trainer's from ``first`` on, of ``whole`` (``rows`` by default)."""
         data, scales = self.live.data, self.live.scales
         return LiveTensor(
             data[start : start + rows],
-            None if scales is None else formats.of(data).scales_of_rows(scales, start, rows),
+            None if scales is None else self.format.scales_of_rows(scales, start, rows),
             slice(first, first + rows),
             self.columns,
             (rows if whole is None else whole, self.whole_columns),
             None if scales is None else self.live,
             start,
+            format=self.format,
         )
 
 
@@ -75,7 +76,10 @@ def _experts(
     tensors = {}
     for name, parameter, groups, rows, columns, whole in expert_parameters(layer, mixture):
         data, scales = own[parameter].flatten(0, 1), own[parameter + SCALE_SUFFIX].flatten(0, 1)
-        tensors[f"{prefix}.{name}"] = LiveTensor(data, scales, rows, columns, whole, groups=groups)
+        number_format = layer.quant_method.format
+        tensors[f"{prefix}.{name}"] = LiveTensor(
+            data, scales, rows, columns, whole, groups=groups, format=number_format
+        )
     return tensors
 
 
@@ -112,8 +116,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
             if isinstance(layer, RowParallelLinear) and data.ndim > 1:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
-            scales = own[leaf + SCALE_SUFFIX] if formats.of(data) is not None else None
-            parameter = _Parameter(LiveParameter(data, scales), columns, whole_columns)
+            scales = own.get(leaf + SCALE_SUFFIX)
+            number_format = None if scales is None else layer.quant_method.format
+            parameter = _Parameter(LiveParameter(data, scales), columns, whole_columns, number_format)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
                 pieces = zip(merged[location.module], _pieces(layer), strict=True)
                 for piece, (rows, start, first, whole) in pieces:
@@ -181,10 +186,9 @@ def place_scales(live: Mapping[str, LiveTensor], scales: Mapping[str, torch.Tens
         part = live.get(name.removesuffix(SCALE_SUFFIX))
         if part is None or part.scales is None:
             raise ValueError(f"the trainer sends {name}, and the rollout has no scales of this name")
-        number_format = formats.of(part.tensor)
-        if tuple(whole.shape) != number_format.scales_shape(*part.whole):
+        if tuple(whole.shape) != part.format.scales_shape(*part.whole):
             raise ValueError(f"{name} is {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout")
         targets.append(part.scales)
-        sources.append(number_format.scales_of_part(whole, part.rows, part.columns))
+        sources.append(part.format.scales_of_part(whole, part.rows, part.columns))
     if targets:
         torch._foreach_copy_(targets, sources)

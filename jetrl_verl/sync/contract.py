@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import Format
+from jetrl_verl import kernels
+from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.models.families.base import Routing
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK
 from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
-from jetrl_verl.sync.wire import unpacked, with_completed
+from jetrl_verl.sync.wire import unpacked
 
 MANIFEST_NAME = "jetrl.contract"
 SUM_PREFIX = "jetrl.contract/"
@@ -64,7 +64,7 @@ class Manifest:
 
 
 def with_contract(
-    weights: Iterable[tuple[Name, torch.Tensor]],
+    weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]],
     *,
     scale_rule: str,
     probe: int | None,
@@ -72,11 +72,11 @@ def with_contract(
     routing: Routing | None = None,
     ranks: int = 1,
     tied: Mapping[str, str] = MappingProxyType({}),
-) -> Iterator[tuple[Name, torch.Tensor]]:
+) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
     """Pass a sync's stream through and append sums and manifest.
 
     Args:
-        weights: (name or stack, tensor); scales directly follow their qdata.
+        weights: (name or stack, tensor or quantized weight).
         scale_rule, probe, operations: as in :class:`Manifest`. routing: of a mixture of experts.
         ranks: tensor-parallel size of the rollout.
         tied: second name -> first name of tied tensors, stated under both; read at the end of the stream.
@@ -87,18 +87,15 @@ def with_contract(
     manifest = Manifest(scale_rule=scale_rule, probe=probe, operations=dict(operations))
     manifest.routing = None if routing is None else asdict(routing)
     sums = _Sums()
-    for name, tensor, completed in with_completed(weights):
-        yield name, tensor
-        if completed is None:
-            continue
-        whole, value = completed
-        if isinstance(value, QuantizedTensor):
-            sums.add(whole, value)
-            manifest.quantized += names_of(whole)
+    for name, value in weights:
+        yield name, value
+        if isinstance(value, QuantizedWeight):
+            sums.add(name, value)
+            manifest.quantized += names_of(name)
         else:
             parts = ranks if value.ndim > 1 and value.shape[1] % ranks == 0 else 1
-            sums.add(whole, value.to(torch.bfloat16), parts)
-            manifest.plain += names_of(whole)
+            sums.add(name, value.to(torch.bfloat16), parts)
+            manifest.plain += names_of(name)
     values = sums.of_all()
     for second, first in tied.items():
         values[second] = values[first]
@@ -116,15 +113,13 @@ class _Sums:
         self._scales: dict[Format, dict[Name, torch.Tensor]] = {}
         self._vectors: dict[Name, torch.Tensor] = {}
 
-    def add(self, name: Name, value: torch.Tensor | QuantizedTensor, parts: int = 1) -> None:
+    def add(self, name: Name, value: torch.Tensor | QuantizedWeight, parts: int = 1) -> None:
         """Add a quantized weight or a BF16 tensor; scales and vectors stay referenced. ``parts``: sums per row."""
         self._values[name] = None  # keeps the order
-        if isinstance(value, QuantizedTensor):
+        if isinstance(value, QuantizedWeight):
             # Experts' matrices are summed as one; no block has rows of two.
-            qdata, scales = _flat(value)
-            number_format = formats.of(qdata)
-            self._scales.setdefault(number_format, {})[name] = scales
-            self._values[name] = number_format.sums_of_qdata(qdata)
+            self._scales.setdefault(value.format, {})[name] = value.scales.flatten(0, -2)
+            self._values[name] = value.format.sums_of_qdata(value.qdata.flatten(0, -2))
         elif value.ndim == 1:
             self._vectors[name] = value
         else:
@@ -141,12 +136,6 @@ class _Sums:
                 self._vectors, sums.split([len(vector) for vector in self._vectors.values()]), strict=True
             )
         return self._values
-
-
-def _flat(weight: QuantizedTensor) -> QuantizedTensor:
-    if weight.qdata.ndim == 2:
-        return weight
-    return QuantizedTensor(weight.qdata.flatten(0, -2), weight.scales.flatten(0, -2))
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +156,7 @@ class LiveTensor:
         whole: shape of the whole tensor according to the worker's layer.
         parameter, start: the live parameter and this part's first row in it; None if ``tensor`` is the parameter.
         groups: number of equal matrices that the whole tensor is stacked from.
+        format: of the qdata; None for BF16.
     """
 
     tensor: torch.Tensor
@@ -177,6 +167,7 @@ class LiveTensor:
     parameter: LiveParameter | None = None
     start: int = 0
     groups: int = 1
+    format: Format | None = None
 
     def blocks_of(self, sums: torch.Tensor) -> torch.Tensor:
         """This part's sums out of the whole tensor's ``[N/128, K/128]``."""
@@ -341,7 +332,7 @@ class _Comparison:
     ) -> None:
         self._made_of = (manifest.quantized, manifest.plain, stated, live)
         # Live tensors to sum, grouped by the sum they need. Keys are names, or storage that several names share.
-        self._weights: dict[Format, dict[Any, QuantizedTensor]] = {}
+        self._weights: dict[Format, dict[Any, QuantizedWeight]] = {}
         self._matrices: dict[Any, tuple[torch.Tensor, int]] = {}
         self._vectors: dict[Any, torch.Tensor] = {}
         # (name, indices of stated sums, key of the live sums, slice of them) of each compared tensor.
@@ -352,12 +343,12 @@ class _Comparison:
             _same_shape(name, sums, torch.Size(size // BLOCK for size in part.whole))
             # A stacked parameter is summed once, for all tensors that it is stacked from.
             if part.parameter is None:
-                key, span, weight = name, slice(None), QuantizedTensor(part.tensor, part.scales)
+                key, span, weight = name, slice(None), QuantizedWeight(part.format, part.tensor, part.scales)
             else:
                 first = part.start // BLOCK
                 key, span = part.parameter, slice(first, first + part.tensor.shape[0] // BLOCK)
-                weight = QuantizedTensor(part.parameter.data, part.parameter.scales)
-            self._weights.setdefault(formats.of(weight.qdata), {})[key] = weight
+                weight = QuantizedWeight(part.format, part.parameter.data, part.parameter.scales)
+            self._weights.setdefault(weight.format, {})[key] = weight
             pairs.append((name, part.blocks_of(sums), key, span))
         for name in manifest.plain:
             part, sums = live[name], _stated(name, places)

@@ -18,9 +18,8 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl import formats
-from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.models.plan import LinearPlan, plan_of
-from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
 
 
@@ -44,8 +43,8 @@ def quantize_stream(
     scale_rule: str,
     format_name: str = formats.FLOW,
     fixed_scales: dict[str, torch.Tensor] | None = None,
-) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Replace each planned weight by its qdata followed by its scales; cast every other floating tensor to BF16.
+) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
+    """Quantize each planned weight; cast every other floating tensor to BF16.
 
     Args:
         weights: (Hugging Face name or stack of them, full tensor) of any floating type.
@@ -56,8 +55,8 @@ def quantize_stream(
             zeros so far and gets a scale later. None: scales are always computed.
 
     Yields:
-        Planned weights: ``<name>`` qdata ``[N, K]`` (experts ``[E, N, K]``), then ``<name>_scale_inv`` FP32. Others:
-        ``<name>`` BF16. A stack is split only if scales are fixed or its weights are planned differently.
+        Planned weights quantized, ``[N, K]`` or experts ``[E, N, K]``; others BF16. A stack is split only if scales are
+        fixed or its weights are planned differently.
     """
     number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:
@@ -77,8 +76,7 @@ def quantize_stream(
             weight = number_format.quantize_weight(part, scale_rule)
             if fixed_scales is not None:
                 weight = _with_kept_scales(number_format, item, part, weight, scale_rule, fixed_scales)
-            for suffix, sent in number_format.wire(weight):
-                yield renamed(item, suffix=suffix), sent
+            yield item, weight
 
 
 def quantized_by(plans: Mapping[str, LinearPlan], name: str) -> bool:
@@ -91,10 +89,10 @@ def _with_kept_scales(
     number_format: Format,
     name: str,
     weight: torch.Tensor,
-    fresh: QuantizedTensor,
+    fresh: QuantizedWeight,
     rule: str,
     kept: dict[str, torch.Tensor],
-) -> QuantizedTensor:
+) -> QuantizedWeight:
     """``weight`` quantized with its ``kept`` scales; rows without one get their own, which is kept."""
     own = torch.where(fresh.qdata.any(dim=-1, keepdim=True), fresh.scales, 0.0)
     scales = kept.get(name, own)
@@ -102,23 +100,14 @@ def _with_kept_scales(
     return number_format.quantize_weight(weight, rule, torch.where(scales == 0, fresh.scales, scales))
 
 
-def with_completed(
-    stream: Iterable[tuple[Name, torch.Tensor]],
-) -> Iterator[tuple[Name, torch.Tensor, tuple[Name, torch.Tensor | QuantizedTensor] | None]]:
-    """Pass the stream of :func:`quantize_stream` through as (name, tensor, completed).
-
-    ``completed`` is None for qdata, (weight name, quantized weight) for its scales, (name, tensor) for others.
-    """
-    weight, scales_name, qdata = "", "", None
-    for name, tensor in stream:
-        if formats.of(tensor) is not None:
-            weight, scales_name, qdata = name, renamed(name, suffix=SCALE_SUFFIX), tensor
-            yield name, tensor, None
-        elif qdata is not None and name == scales_name:
-            yield name, tensor, (weight, QuantizedTensor(qdata, tensor))
-            qdata = None
-        else:
-            yield name, tensor, (name, tensor)
+def as_tensors(stream: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]) -> Iterator[tuple[Name, torch.Tensor]]:
+    """The stream of :func:`quantize_stream` with each quantized weight as its tensors (``Format.wire``)."""
+    for name, value in stream:
+        if not isinstance(value, QuantizedWeight):
+            yield name, value
+            continue
+        for suffix, tensor in value.format.wire(value):
+            yield renamed(name, suffix=suffix), tensor
 
 
 # --- tensors in few pieces -------------------------------------------------------------------------------------------
@@ -135,7 +124,7 @@ _ALIGNED = 16
 """Alignment in bytes of pieces, and of the tensors of a pack that allow it; a receiver copies words of 8."""
 
 
-def packed(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def packed(stream: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Combine tensors into pieces, since verl spends a view, a copy and a message entry on each, on both sides.
 
     Yields:
@@ -144,7 +133,7 @@ def packed(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[str, t
     """
     small: list[tuple[Name, torch.Tensor]] = []
     size = 0
-    for name, tensor in stream:
+    for name, tensor in as_tensors(stream):
         if tensor.nbytes > _SMALL:
             yield from _large(name, tensor)
             continue

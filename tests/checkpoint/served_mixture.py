@@ -12,7 +12,7 @@ import torch
 from tiny_models import tiny_model, with_preferences
 
 from jetrl_verl import formats
-from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 from jetrl_verl.sync.wire import quantize_stream
@@ -41,14 +41,10 @@ def policy():
     return model
 
 
-def quantized(model) -> dict[str, QuantizedTensor]:
+def quantized(model) -> dict[str, QuantizedWeight]:
     """The exported FP8 weights by name."""
-    sent = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE))
-    return {
-        name.removesuffix(SCALE_SUFFIX): QuantizedTensor(sent[name.removesuffix(SCALE_SUFFIX)], scales)
-        for name, scales in sent.items()
-        if name.endswith(SCALE_SUFFIX)
-    }
+    sent = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
+    return {name: weight for name, weight in sent if isinstance(weight, QuantizedWeight)}
 
 
 def log_probs(model, misplaced=None) -> torch.Tensor:

@@ -23,7 +23,7 @@ from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.wire import as_tensors, quantize_stream
 from jetrl_verl.tools.demo.policy import build_tokenizer
 
 WORLD = 2
@@ -96,7 +96,7 @@ def test_qdata_equal_those_of_a_weight_sync(family, rule, tmp_path):
     model = tiny_model(family, seed=2)
     save_folder(model, tmp_path / "policy")
     (written,) = export(tmp_path / "policy", tmp_path / "out", ExportOptions("fp8", scale_rule=rule))
-    sent = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config), rule))
+    sent = dict(as_tensors(quantize_stream(model.state_dict().items(), plan_linears(model.config), rule)))
     same(tensors(tmp_path / "out"), sent)
     assert written.quantized == 14
     assert json.loads((tmp_path / "out" / "jetrl_export.json").read_text())["scale_rule"] == rule
@@ -226,7 +226,7 @@ def test_only_the_bf16_folder_is_without_invariant_scaling(family, tmp_path):
     same(tensors(tmp_path / "out" / "bf16"), one_by_one(before))
     same(
         tensors(tmp_path / "out" / "fp8"),
-        one_by_one(dict(quantize_stream(model.state_dict().items(), plan_linears(model.config), "fp32"))),
+        one_by_one(dict(as_tensors(quantize_stream(model.state_dict().items(), plan_linears(model.config), "fp32")))),
     )
     stated = [json.loads((tmp_path / "out" / name / "config.json").read_text()).get(FOLDED) for name in ("bf16", "fp8")]
     assert stated == [None, 1.5]
@@ -254,7 +254,7 @@ def test_memory_holds_one_output_file_and_one_tensor(tmp_path, monkeypatch):
     def watched(stream):
         def watch(*arguments):
             for name, tensor in stream(*arguments):
-                seen.append(weakref.ref(tensor))
+                seen.append(weakref.ref(getattr(tensor, "qdata", tensor)))
                 yield name, tensor
                 del tensor
 

@@ -34,7 +34,6 @@ def test_names_dtypes_and_vllm_methods_are_distinct():
     assert set(formats.VLLM_METHODS) == {*formats.FORMATS, formats.UNQUANTIZED}
     assert len(set(formats.VLLM_METHODS.values())) == 3
     assert formats.get(formats.FLOW).traits.trains and formats.traits_of(formats.UNQUANTIZED) is None
-    assert formats.of(torch.zeros(1)) is None
     for call in (formats.get, formats.traits_of):
         with pytest.raises(ValueError, match="'fp4' is not a"):
             call("fp4")
@@ -99,11 +98,11 @@ def test_the_catalog_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(formats.__file__).parents[2]).returncode == 0
 
 
-def test_scales_have_the_formats_shape_and_the_dtype_identifies_it(number_format, weight):
+def test_a_weight_has_scales_of_the_formats_shape_and_names_it(number_format, weight):
     q = number_format.quantize_weight(weight, "fp32")
     assert q.qdata.shape == weight.shape and q.qdata.dtype == number_format.dtype
     assert tuple(q.scales.shape) == number_format.scales_shape(*weight.shape)
-    assert formats.of(q.qdata) is number_format
+    assert q.format is number_format
     half = number_format.scales_of_rows(q.scales, BLOCK, BLOCK)
     assert torch.equal(half, number_format.quantize_weight(weight[BLOCK:], "fp32").scales)
 

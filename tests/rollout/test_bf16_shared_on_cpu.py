@@ -15,7 +15,7 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.wire import as_tensors, quantize_stream
 from jetrl_verl.train.shared_operations import share_operations
 
 FAMILY = "qwen2"
@@ -47,7 +47,7 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
         probe=stated_probe(CPU, linears, "fp32"),
         operations=stated_operations(CPU, operations),
     )
-    return [(name, edit(name, tensor.clone()) if edit else tensor) for name, tensor in weights]
+    return [(name, edit(name, tensor.clone()) if edit else tensor) for name, tensor in as_tensors(weights)]
 
 
 def test_the_engine_has_shared_operations_and_stock_linears(engine):
@@ -70,7 +70,7 @@ def test_the_engine_has_shared_operations_and_stock_linears(engine):
 def test_the_stream_is_bf16_and_log_probabilities_are_close_to_the_trainers(engine):
     llm, worker = engine
     sent = stream(1)
-    assert all(formats.of(tensor) is None for _, tensor in sent)
+    assert {tensor.dtype for _, tensor in sent} == {torch.bfloat16, torch.int64, torch.uint8}
     sync(worker, sent)
     prompt = torch.randint(0, SHAPE["vocab_size"], (48,), generator=torch.Generator().manual_seed(0)).tolist()
     rollout = vllm_engine.prompt_log_probs(llm, prompt)

@@ -20,7 +20,7 @@ from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.wire import as_tensors, quantize_stream
 
 INNER = 512
 PREFIX = "model.layers.0.mlp.experts"
@@ -41,7 +41,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 def stream(ranks: int):
     weights = quantize_stream(whole().items(), plan_linears(config(ranks), ranks), "fp32")
-    return list(with_contract(weights, scale_rule="fp32", probe=1, ranks=ranks))
+    return list(as_tensors(with_contract(weights, scale_rule="fp32", probe=1, ranks=ranks)))
 
 
 def rank_model(rank: int, ranks: int) -> nn.Module:
@@ -52,7 +52,12 @@ def rank_model(rank: int, ranks: int) -> nn.Module:
     for name, (experts, n, k) in shapes.items():
         parameters[name] = torch.zeros(experts, n, k, dtype=FLOW.dtype)
         parameters[name + "_scale_inv"] = torch.ones(experts, n // 128, k // 128)
-    routed = layer(RoutedExperts, **parameters, moe_config=SimpleNamespace(tp_rank=rank, intermediate_size=INNER))
+    routed = layer(
+        RoutedExperts,
+        **parameters,
+        moe_config=SimpleNamespace(tp_rank=rank, intermediate_size=INNER),
+        quant_method=SimpleNamespace(format=FLOW),
+    )
     model = nn.Module()
     model.config = config(ranks)
     parent = model

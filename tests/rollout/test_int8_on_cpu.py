@@ -16,7 +16,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference import gemm_int8, quantize_int8
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.wire import as_tensors, packed, quantize_stream
 
 
 def build_trainer(seed: int):  # Qwen2 has biases on q, k and v
@@ -42,7 +42,7 @@ def sync(model, trainer) -> None:
     """Load as verl's worker does, and process as verl does after it."""
     from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-    model.load_weights(stream(trainer))
+    model.load_weights(as_tensors(stream(trainer)))
     process_weights_after_loading(
         model, SimpleNamespace(quantization="jetrl_int8", dtype=torch.bfloat16), torch.device("cpu")
     )
@@ -122,7 +122,7 @@ def statement(trainer) -> ContractReceiver:
     """The contract check's receiver after a sync of ``trainer``."""
     receiver = ContractReceiver()
     probe = formats.get("int8").probe(torch.device("cpu"), "fp32")
-    receiver.take(list(with_contract(stream(trainer), scale_rule="fp32", probe=probe)))
+    receiver.take(list(packed(with_contract(stream(trainer), scale_rule="fp32", probe=probe))))
     return receiver
 
 

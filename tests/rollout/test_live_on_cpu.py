@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from jetrl_verl import formats
-from jetrl_verl.formats.format import SCALE_SUFFIX
-from jetrl_verl.reference import BLOCK, QuantizedTensor, quantize_128x128
+from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
+from jetrl_verl.reference import BLOCK, quantize_128x128
 from jetrl_verl.rollout.live import LiveMap, live_tensors, place_scales
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
+from jetrl_verl.sync.wire import packed
 
 HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
 HEADS, KV_HEADS = 4, 1
+FLOW = formats.get(formats.FLOW)
 
 
 def whole_tensors() -> dict[str, torch.Tensor]:
@@ -53,9 +55,9 @@ def layer(cls, **attributes) -> nn.Module:
     return module
 
 
-def quantized(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def quantized(weight: torch.Tensor) -> dict[str, torch.Tensor | SimpleNamespace]:
     qdata, scales = quantize_128x128(weight, "fp32")
-    return {"weight": qdata, "weight" + SCALE_SUFFIX: scales}
+    return {"weight": qdata, "weight" + SCALE_SUFFIX: scales, "quant_method": SimpleNamespace(format=FLOW)}
 
 
 def plain(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -124,14 +126,12 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ran
     def stream():
         for name, tensor in whole.items():
             if name.endswith("proj.weight") and sent is quantized:
-                q = quantize_128x128(tensor, "fp32")
-                yield name, q.qdata
-                yield name + SCALE_SUFFIX, q.scales
+                yield name, FLOW.quantize_weight(tensor, "fp32")
             else:
                 yield name, tensor
 
     receiver = ContractReceiver()
-    receiver.take(list(with_contract(stream(), scale_rule="fp32", probe=1, ranks=ranks)))
+    receiver.take(list(packed(with_contract(stream(), scale_rule="fp32", probe=1, ranks=ranks))))
     return receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
 
 
@@ -228,7 +228,6 @@ def test_a_parameter_that_moved_is_mapped_to_its_new_address():
 
 
 def test_block_sums_of_a_column_slice_are_those_of_the_whole():
-    q = quantize_128x128(torch.randn(256, 512).bfloat16(), "pow2")
-    whole = formats.of(q.qdata).sums(q)
-    part = QuantizedTensor(q.qdata[:, 2 * BLOCK :], q.scales[:, 2:])
-    assert torch.equal(formats.of(part.qdata).sums(part), whole[:, 2:])
+    q = FLOW.quantize_weight(torch.randn(256, 512).bfloat16(), "pow2")
+    part = QuantizedWeight(FLOW, q.qdata[:, 2 * BLOCK :], q.scales[:, 2:])
+    assert torch.equal(FLOW.sums(part), FLOW.sums(q)[:, 2:])

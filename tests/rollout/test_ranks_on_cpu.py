@@ -10,7 +10,7 @@ import vllm_engine
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.wire import as_tensors, quantize_stream
 
 SEED = 11
 SHAPES = {
@@ -38,7 +38,7 @@ def load(worker, family: str) -> int:
     source, model = policy(family), worker.model_runner.model
     weights = {name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items()}
     others = []
-    for name, tensor in quantize_stream(weights.items(), plan_linears(source.config), checks.RULE):
+    for name, tensor in as_tensors(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE)):
         if is_of_experts(name, source.config):
             load_experts(model, name, tensor, worker.rank)
         else:

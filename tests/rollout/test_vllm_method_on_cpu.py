@@ -19,7 +19,7 @@ from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.sync.contract import SUM_PREFIX, ContractReceiver, ContractViolation, Manifest, with_contract
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, as_tensors, counted_stock, measured, quantize_stream
 
 RULE = "fp32"
 
@@ -44,7 +44,8 @@ def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncSt
     plans = plans or plan_linears(model.config)
     weights = quantize_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
     items = with_contract(weights, scale_rule=rule, probe=formats.get("fp8").probe(torch.device("cpu"), rule))
-    return measured(edit(list(items)) if edit else items, statistics)
+    tensors = as_tensors(items)
+    return measured(edit(list(tensors)) if edit else tensors, statistics)
 
 
 def test_a_sync_loads_qdata_in_place_and_the_contract_holds(engine):

@@ -9,12 +9,12 @@ import torch
 from streams import unstacked
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.sync import contract, wire
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveParameter, LiveTensor, with_contract
 from jetrl_verl.sync.stacks import Stack, parts_of
-from jetrl_verl.sync.wire import is_packed, packed, unpacked
+from jetrl_verl.sync.wire import as_tensors, is_packed, packed, unpacked
 
 ODD = {
     "a/bytes": torch.arange(13, dtype=torch.uint8),
@@ -132,24 +132,26 @@ def stacked():
         "head": LiveTensor(head.clone(), None, slice(0, 96), slice(0, 256), (96, 256)),
     }
     stack = Stack(("q", "k"), (256, 128))
-    sent = [(stack, weight.qdata), (stack.renamed("", SCALE_SUFFIX), weight.scales)]
     for name, start, rows in (("q", 0, 256), ("k", 256, 128)):
         part = (live.data[start : start + rows], live.scales[start // 128 : (start + rows) // 128])
-        live_tensors[name] = LiveTensor(*part, slice(0, rows), slice(0, 256), (rows, 256), live, start)
-    return [*sent, ("norm", norm), ("head", head)], live_tensors
+        place = slice(0, rows), slice(0, 256), (rows, 256), live, start
+        live_tensors[name] = LiveTensor(*part, *place, format=number_format)
+    return [(stack, weight), ("norm", norm), ("head", head)], live_tensors
 
 
 def without_stacks(sent) -> list:
-    """The same weights, each one's qdata before its scales."""
-    single = dict(unstacked(sent))
-    order = [(name + suffix) for name in ("q", "k") for suffix in ("", SCALE_SUFFIX)] + ["norm", "head"]
-    return [(name, single[name]) for name in order]
+    """The same weights, each under its own name."""
+    (stack, weight), *rest = sent
+    pairs = zip(parts_of(stack, weight.qdata), parts_of(stack, weight.scales), strict=True)
+    return [(name, QuantizedWeight(weight.format, qdata, scales)) for (name, qdata), (_, scales) in pairs] + rest
 
 
 def check(sent, live_tensors) -> dict:
     receiver = ContractReceiver()
     rest = receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
-    assert {name for name, _ in rest} == {name for name, _ in unstacked(sent)}, "the loaders get every weight"
+    assert {name for name, _ in rest} == {name for name, _ in unstacked(as_tensors(sent))}, (
+        "the loaders get every weight"
+    )
     return receiver.verify(live_tensors, scale_rule="fp32", probe=1)
 
 
@@ -178,8 +180,7 @@ def test_the_check_sums_a_stacked_parameter_of_a_packed_stream_once(stacked, mon
     calls.clear()
     assert check(without_stacks(stacked[0]), stacked[1]) == counts
     assert calls == [[(256, 256)], [(128, 256)], [(384, 256)]]
-    separate = {name: LiveTensor(*(getattr(t, f) for f in ("tensor", "scales", "rows", "columns", "whole")))
-                for name, t in stacked[1].items()}  # fmt: skip
+    separate = {name: replace(part, parameter=None, start=0) for name, part in stacked[1].items()}
     assert check(stacked[0], separate) == counts
 
 

@@ -10,14 +10,14 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE, quantize_int8
-from jetrl_verl.sync.wire import SyncStatistics, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, as_tensors, counted_stock, measured, quantize_stream
 from jetrl_verl.train.engine import mask_unused_vocabulary
 
 
 def test_the_exported_qdata_is_that_of_the_trainers_forward():
     model = tiny_model("qwen3")
     plans = plan_linears(model.config)
-    stream = dict(quantize_stream(model.state_dict().items(), plans, "fp32"))
+    stream = dict(as_tensors(quantize_stream(model.state_dict().items(), plans, "fp32")))
     replace_linears(model, plans, scale_rule="fp32")
     compared = 0
     for name, module in model.named_modules():
@@ -31,7 +31,7 @@ def test_the_exported_qdata_is_that_of_the_trainers_forward():
 
 def test_scales_follow_their_qdata_and_other_tensors_are_bf16():
     model = tiny_model("qwen3")
-    items = list(quantize_stream(model.state_dict().items(), plan_linears(model.config), "pow2"))
+    items = list(as_tensors(quantize_stream(model.state_dict().items(), plan_linears(model.config), "pow2")))
     for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
         if tensor.dtype == FP8_DTYPE:
             assert following == name + SCALE_SUFFIX and scales.dtype == torch.float32
@@ -44,7 +44,7 @@ def test_a_skipped_layer_is_sent_in_bf16():
     model = tiny_model("qwen3", intermediate_size=192)
     stream = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
     assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
-    assert stream["model.layers.0.self_attn.q_proj.weight"].dtype == FP8_DTYPE
+    assert stream["model.layers.0.self_attn.q_proj.weight"].qdata.dtype == FP8_DTYPE
 
 
 def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():
@@ -56,7 +56,7 @@ def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():
     kept: dict[str, torch.Tensor] = {}
 
     def sync() -> tuple[torch.Tensor, torch.Tensor]:
-        (_, qdata), (_, scales) = quantize_stream([(name, weight)], plans, "fp32", "int8", kept)
+        ((_, (qdata, scales)),) = quantize_stream([(name, weight)], plans, "fp32", "int8", kept)
         assert torch.equal(qdata, quantize_int8(weight.bfloat16(), scales).qdata)
         return qdata, scales
 

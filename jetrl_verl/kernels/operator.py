@@ -18,7 +18,9 @@ _LIBRARY = torch.library.Library("jetrl", "FRAGMENT")
 _QUANTIZED = "Quantized"
 
 
-def operator(schema: str, *, fake: Callable, backends: Backends, **properties: Any) -> Callable[[Callable], Callable]:
+def operator(
+    schema: str, *, fake: Callable, backends: Backends | None = None, **properties: Any
+) -> Callable[[Callable], Callable]:
     """Decorator: declare an operation and define ``jetrl::<schema>``, computed by the decorated function on CPU and
     CUDA tensors.
 
@@ -26,7 +28,8 @@ def operator(schema: str, *, fake: Callable, backends: Backends, **properties: A
         schema: as in native_functions, with one more type: ``"quantize_1x128(Tensor x, str rule) -> Quantized"``. A
             ``Quantized q`` is a :class:`QuantizedTensor` to the function, and ``q_qdata, q_scales`` to torch.
         fake: the function for tracing; its results have shapes and types only.
-        backends: of the operation, registered above (``implements``). properties: others of ``dispatch.Operation``.
+        backends: of the operation, registered above (``implements``); None for an operator that calls operations.
+        properties: others of ``dispatch.Operation``.
 
     Returns:
         A function that calls ``torch.ops.jetrl.<name>`` where a compiler, a mode or autograd needs to see it, and the
@@ -49,7 +52,8 @@ def operator(schema: str, *, fake: Callable, backends: Backends, **properties: A
         return _unflatten_values(values, gives) if any(gives) else values
 
     def register(function: Callable) -> Callable:
-        declare(name, Operation(backends, **properties))
+        if backends is not None:
+            declare(name, Operation(backends, **properties))
         _LIBRARY.define(f"{name}({_torch_schema_args(arguments)}) -> {_torch_schema_results(results, one)}")
         for key in ("CPU", "CUDA"):
             _LIBRARY.impl(name, lambda *flat: flatten(function(*_unflatten_values(flat, takes))), key)

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's sampler with the trainer's log-probabilities.
+"""vLLM's samplers, one for each of its model runners, with the trainer's log-probabilities.
 
 If every request of a step samples from the whole softmax, tokens are drawn here, too, in one read of the logits
 (kernels/draw.py); other steps (greedy, top_p, penalties, seeds, top log-probabilities) are drawn by vLLM.
@@ -9,19 +9,25 @@ If every request of a step samples from the whole softmax, tokens are drawn here
 import functools
 from typing import Any
 
+import numpy as np
 import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.rollout.log_probs import shared_log_probs
 from jetrl_verl.rollout.vllm_compat import (
+    NO_LOGPROBS,
+    InputBatch,
     LogitBiasLogitsProcessor,
     LogprobsTensors,
     MinPLogitsProcessor,
     MinTokensLogitsProcessor,
     Sampler,
     SamplerOutput,
+    SamplerOutputV2,
+    SamplerV2,
     SamplingMetadata,
+    SamplingStates,
+    get_num_sampled_and_rejected,
 )
 
 REACHES = (
@@ -34,10 +40,91 @@ REACHES = (
     "vllm.v1.sample.metadata:SamplingMetadata",
     "vllm.v1.sample.sampler:Sampler.sample",
     "vllm.v1.sample.thinking_budget_state:ThinkingBudgetStateHolder.has_tracked_requests",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.gpu",
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor.np",
+    "vllm.v1.worker.gpu.input_batch:InputBatch",
+    "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sampler",
+    "vllm.v1.worker.gpu.sample.bad_words:BadWordsState.num_bad_words",
+    "vllm.v1.worker.gpu.sample.logit_bias:LogitBiasState.use_logit_bias",
+    "vllm.v1.worker.gpu.sample.logprob:LogprobTokenIdsState.max_num_token_ids",
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput",
+    "vllm.v1.worker.gpu.sample.penalties:PenaltiesState.use_penalty",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.__init__",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample",
+    "vllm.v1.worker.gpu.sample.states:NO_LOGPROBS",
+    "vllm.v1.worker.gpu.sample.states:SamplingStates",
+    "vllm.v1.worker.gpu.states:RequestState.prefill_len",
     "vllm.v1.worker.gpu_model_runner:GPUModelRunner.sampler",
 )
 """What this file uses of vLLM through values; scripts/reach.py watches it."""
+
+GREEDY = 1e-5
+"""Below this temperature vLLM takes the most likely token and does not divide by the temperature."""
+
+
+def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor | None) -> torch.Tensor:
+    """FP32 ``[N, k]`` of ``tokens [N, k]`` in rows of ``logits [N, V]``, by the kernel that the trainer calls.
+
+    Greedy rows are not divided by ``temperature``, as in vLLM.
+    """
+    if temperature is None:
+        temperature = logits.new_ones(len(logits))
+    temperature = torch.where(temperature < GREEDY, 1.0, temperature).to(torch.float32)
+    return kernels.log_probs(logits, tokens.to(torch.int64), temperature)
+
+
+class _SharedSampling:
+    """What both samplers do in a step. A mixin of vLLM's; a subclass reads its runner's form of the requests:
+
+    * ``_from_whole_softmax(logits, step)``: whether every request draws from ``softmax(logits / temperature)``, none
+      has a seed, and none wants more than its token's log-probability;
+    * ``_altered(logits, step)``: boolean ``[N]``, rows whose requests draw from another distribution; None if no row;
+    * ``_temperature(step)``: ``[N]``, None if all requests are greedy;
+    * ``_random_bits(logits, step)``: two int64 ``[N]`` from which ``kernels.draw_tokens`` draws;
+    * ``_reports(step)``: whether a request wants its token's log-probability;
+    * ``_output(ids, reported, step)``: vLLM's output for tokens ``[N, 1]`` of ``token_dtype``.
+
+    Requests with top_p, penalties or the like, as in validation, keep vLLM's log-probabilities, which describe the
+    distribution that they draw from.
+    """
+
+    token_dtype: torch.dtype
+
+    def _draws(self, logits: torch.Tensor, step: Any) -> bool:
+        """Whether :meth:`draw` covers a step."""
+        return (
+            self.logprobs_mode == "processed_logprobs"
+            and not self.use_fp64_gumbel
+            and logits.dtype == torch.float32
+            and self._from_whole_softmax(logits, step)
+        )
+
+    def draw(self, logits: torch.Tensor, step: Any) -> Any:
+        """vLLM's output for a step, drawn here."""
+        temperature, reported = self._temperature(step), None
+        tokens, normalized = kernels.draw_tokens(logits, temperature, *self._random_bits(logits, step))
+        ids = tokens.to(self.token_dtype)[:, None]
+        if self._reports(step):
+            reported = LogprobsTensors(ids, *kernels.drawn_log_probs(logits, tokens, temperature, normalized))
+        return self._output(ids, reported, step)
+
+    def _with_shared_log_probs(self, output: Any, logits: torch.Tensor, step: Any) -> Any:
+        """``output`` of vLLM's sampler, whose log-probabilities of requests with the whole softmax become shared."""
+        tensors = output.logprobs_tensors
+        if tensors is not None:
+            tokens = tensors.logprob_token_ids
+            if not tokens.numel():
+                raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")
+            shared = shared_log_probs(logits, tokens, self._temperature(step))
+            altered = self._altered(logits, step)
+            if altered is not None:
+                shared = torch.where(altered[:, None], tensors.logprobs, shared)
+            output.logprobs_tensors = tensors._replace(logprobs=shared)
+        return output
+
+
+# --- the first runner -------------------------------------------------------------------------------------------------
 
 _IDLE = {
     MinPLogitsProcessor: lambda processor: not processor.min_p_count,
@@ -47,100 +134,71 @@ _IDLE = {
 """vLLM's logits processors -> whether one has nothing to do in this step."""
 
 
-def _from_whole_softmax(metadata: SamplingMetadata) -> bool:
-    """Whether every request draws from ``softmax(logits / temperature)``; needs no synchronization with the device."""
-    budget = metadata.thinking_budget_state_holder
-    return (
-        metadata.all_random
-        and metadata.top_p is None
-        and metadata.top_k is None
-        and metadata.no_penalties
-        and metadata.allowed_token_ids_mask is None
-        and not metadata.bad_words_token_ids
-        and not (budget is not None and budget.has_tracked_requests())
-        and all(_IDLE.get(type(processor), lambda _: False)(processor) for processor in metadata.logitsprocs.all)
-    )
+class SharedSampler(_SharedSampling, Sampler):
+    """For vLLM's first model runner."""
 
+    token_dtype = torch.int32
 
-def _altered_rows(metadata: SamplingMetadata, logits: torch.Tensor) -> torch.Tensor | None:
-    """Boolean ``[N]``: rows whose requests do not draw from the whole softmax; None if all do."""
-    altered, listed = [], set(metadata.bad_words_token_ids)
-    if metadata.top_p is not None:
-        altered.append(metadata.top_p < 1)
-    if metadata.top_k is not None:
-        altered.append(metadata.top_k < logits.shape[1])
-    if not metadata.no_penalties:
-        altered += [metadata.frequency_penalties != 0, metadata.presence_penalties != 0]
-        altered.append(metadata.repetition_penalties != 1)
-    if metadata.allowed_token_ids_mask is not None:
-        altered.append(metadata.allowed_token_ids_mask.any(dim=1))
-    for processor in metadata.logitsprocs.all:
-        if type(processor) is MinPLogitsProcessor:
-            if processor.min_p_count:
-                altered.append(processor.min_p.flatten() > 0)
-        elif type(processor) is LogitBiasLogitsProcessor:
-            listed |= processor.biases.keys()
-        elif type(processor) is MinTokensLogitsProcessor:
-            listed |= processor.min_toks.keys()
-        else:  # unknown: it may change any row
-            listed.update(range(len(logits)))
-    if listed:
-        altered.append(torch.tensor([row in listed for row in range(len(logits))], device=logits.device))
-    return functools.reduce(torch.logical_or, altered) if altered else None
-
-
-class SharedSampler(Sampler):
-    """vLLM's sampler, whose log-probabilities come from ``kernels.log_probs``.
-
-    Requests with top_p, penalties or the like, as in validation, keep vLLM's own, which describe the distribution that
-    they draw from.
-    """
-
-    def forward(self, logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any):
+    def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any):
         if not args and not kwargs and self._draws(logits, sampling_metadata):
-            return self._drawn(logits, sampling_metadata)
+            return self.draw(logits, sampling_metadata)
         # The stock sampler divides by the temperature in place.
         output = super().forward(logits.clone(), sampling_metadata, *args, **kwargs)
-        tensors = output.logprobs_tensors
-        if tensors is not None:
-            tokens = tensors.logprob_token_ids
-            if not tokens.numel():
-                raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")
-            shared = shared_log_probs(logits, tokens, sampling_metadata.temperature)
-            altered = _altered_rows(sampling_metadata, logits)
-            if altered is not None:
-                shared = torch.where(altered[:, None], tensors.logprobs, shared)
-            output.logprobs_tensors = tensors._replace(logprobs=shared)
-        return output
+        return self._with_shared_log_probs(output, logits, sampling_metadata)
 
-    def _draws(self, logits: torch.Tensor, metadata: SamplingMetadata) -> bool:
-        """Whether :meth:`draw` covers a step: no request has a seed or wants more than its token's log-probability."""
+    def _from_whole_softmax(self, logits: torch.Tensor, step: SamplingMetadata) -> bool:
+        # Without a synchronization with the device.
+        budget = step.thinking_budget_state_holder
         return (
-            self.logprobs_mode == "processed_logprobs"
-            and not self.use_fp64_gumbel
-            and metadata.max_num_logprobs in (None, 0)
-            and not metadata.logprob_token_ids
-            and not metadata.generators
-            and logits.dtype == torch.float32
-            and _from_whole_softmax(metadata)
-            and len(metadata.temperature) == len(logits)
+            step.max_num_logprobs in (None, 0)
+            and not step.logprob_token_ids
+            and not step.generators
+            and step.all_random
+            and step.top_p is None
+            and step.top_k is None
+            and step.no_penalties
+            and step.allowed_token_ids_mask is None
+            and not step.bad_words_token_ids
+            and not (budget is not None and budget.has_tracked_requests())
+            and all(_IDLE.get(type(processor), lambda _: False)(processor) for processor in step.logitsprocs.all)
+            and len(step.temperature) == len(logits)
         )
 
-    def draw(self, logits: torch.Tensor, metadata: SamplingMetadata) -> tuple[torch.Tensor, kernels.Normalized]:
-        """Tokens ``[N]``, and the normalizers of their softmax.
+    def _altered(self, logits: torch.Tensor, step: SamplingMetadata) -> torch.Tensor | None:
+        altered, listed = [], set(step.bad_words_token_ids)
+        if step.top_p is not None:
+            altered.append(step.top_p < 1)
+        if step.top_k is not None:
+            altered.append(step.top_k < logits.shape[1])
+        if not step.no_penalties:
+            altered += [step.frequency_penalties != 0, step.presence_penalties != 0, step.repetition_penalties != 1]
+        if step.allowed_token_ids_mask is not None:
+            altered.append(step.allowed_token_ids_mask.any(dim=1))
+        for processor in step.logitsprocs.all:
+            if type(processor) is MinPLogitsProcessor:
+                if processor.min_p_count:
+                    altered.append(processor.min_p.flatten() > 0)
+            elif type(processor) is LogitBiasLogitsProcessor:
+                listed |= processor.biases.keys()
+            elif type(processor) is MinTokensLogitsProcessor:
+                listed |= processor.min_toks.keys()
+            else:  # unknown: it may change any row
+                listed.update(range(len(logits)))
+        if listed:
+            altered.append(torch.tensor([row in listed for row in range(len(logits))], device=logits.device))
+        return functools.reduce(torch.logical_or, altered) if altered else None
 
-        Random bits come from torch's generator of this device, so a seeded engine is reproducible and all ranks draw
-        the same tokens.
-        """
-        bits = torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device).random_()
-        return kernels.draw_tokens(logits, metadata.temperature, *bits)
+    def _temperature(self, step: SamplingMetadata) -> torch.Tensor | None:
+        return step.temperature
 
-    def _drawn(self, logits: torch.Tensor, metadata: SamplingMetadata) -> SamplerOutput:
-        tokens, normalized = self.draw(logits, metadata)
-        ids, reported = tokens.to(torch.int32)[:, None], None
-        if metadata.max_num_logprobs is not None:
-            log_probs_and_ranks = kernels.drawn_log_probs(logits, tokens, metadata.temperature, normalized)
-            reported = LogprobsTensors(ids, *log_probs_and_ranks)
+    def _random_bits(self, logits: torch.Tensor, step: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        # From torch's generator of this device: a seeded engine is reproducible, and all ranks draw the same tokens.
+        return torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device).random_().unbind()
+
+    def _reports(self, step: SamplingMetadata) -> bool:
+        return step.max_num_logprobs is not None
+
+    def _output(self, ids: torch.Tensor, reported: LogprobsTensors | None, step: SamplingMetadata) -> SamplerOutput:
         return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
 
     @staticmethod
@@ -148,6 +206,72 @@ class SharedSampler(Sampler):
         """Log-probabilities of whole rows, for prompts."""
         tokens = torch.arange(logits.shape[1], device=logits.device).expand(logits.shape)
         return shared_log_probs(logits, tokens, None)
+
+
+# --- the second runner ------------------------------------------------------------------------------------------------
+
+
+class SharedSamplerV2(_SharedSampling, SamplerV2):
+    """For vLLM's second model runner, which keeps the requests' parameters on the host."""
+
+    token_dtype = torch.int64
+
+    def __call__(self, logits: torch.Tensor, input_batch: InputBatch):
+        if self._draws(logits, input_batch):
+            return self.draw(logits, input_batch)
+        output = super().__call__(logits, input_batch)  # copies the logits before it changes them
+        return self._with_shared_log_probs(output, logits, input_batch)
+
+    def _from_whole_softmax(self, logits: torch.Tensor, step: InputBatch) -> bool:
+        rows, states = step.idx_mapping_np, self.sampling_states
+        return (
+            not self.compute_nans
+            and len(rows) == len(logits)
+            and states.max_num_logprobs(rows) in (NO_LOGPROBS, 0)
+            and not self.logprob_token_ids_state.max_num_token_ids(rows)
+            and bool((states.temperature.np[rows] >= GREEDY).all())
+            and not states.any_explicit_seed(rows)
+            and not self._altered_requests()[rows].any()
+        )
+
+    def _altered(self, logits: torch.Tensor, step: InputBatch) -> torch.Tensor | None:
+        altered = self._altered_requests()
+        if not altered[step.idx_mapping_np].any():
+            return None
+        return torch.from_numpy(altered).to(logits.device)[step.expanded_idx_mapping]
+
+    def _altered_requests(self) -> np.ndarray:
+        """Boolean ``[max_num_reqs]``: requests that do not draw from the whole softmax."""
+        states: SamplingStates = self.sampling_states
+        cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
+        moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias
+        return cut | moved | (self.bad_words_state.num_bad_words.np != 0)
+
+    def _temperature(self, step: InputBatch) -> torch.Tensor:
+        return self.sampling_states.temperature.gpu[step.expanded_idx_mapping]
+
+    def _random_bits(self, logits: torch.Tensor, step: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        # As in this runner's own sampler a token depends on its request's seed and position alone.
+        positions = step.positions[step.logits_indices]
+        return self.sampling_states.seeds.gpu[step.expanded_idx_mapping], positions.to(torch.int64)
+
+    def _reports(self, step: InputBatch) -> bool:
+        return self.sampling_states.max_num_logprobs(step.idx_mapping_np) != NO_LOGPROBS
+
+    def _output(self, ids: torch.Tensor, reported: LogprobsTensors | None, step: InputBatch) -> SamplerOutputV2:
+        lengths = step.seq_lens
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            lengths.new_ones(step.num_reqs),
+            lengths,
+            step.cu_num_logits,
+            step.idx_mapping,
+            self.req_states.prefill_len.gpu,
+        )
+        return SamplerOutputV2(ids, reported, None, num_sampled, num_rejected)
+
+
+_SHARED: dict[type, type] = {Sampler: SharedSampler, SamplerV2: SharedSamplerV2}
+"""vLLM's class -> its subclass."""
 
 
 def share_sampler(model_runner: Any) -> None:
@@ -159,12 +283,6 @@ def share_sampler(model_runner: Any) -> None:
     sampler = model_runner.sampler
     if sampler is None:
         return
-    if type(sampler) is Sampler:
-        sampler.__class__ = SharedSampler
-        return
-    # Its base is made of Triton kernels; vLLM has imported it by now.
-    from jetrl_verl.rollout.sampler_v2 import SharedSamplerV2
-
-    if type(sampler) is not SharedSamplerV2.__base__:
+    if type(sampler) not in _SHARED:
         refuse("sampler_in_vllm", what=f"the sampler {type(sampler).__name__}")
-    sampler.__class__ = SharedSamplerV2
+    sampler.__class__ = _SHARED[type(sampler)]

@@ -18,8 +18,8 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from jetrl_verl import kernels
-from jetrl_verl.rollout import sampler_v2
-from jetrl_verl.rollout.sampler import SharedSampler
+from jetrl_verl.rollout.sampler import SharedSampler, SharedSamplerV2
+from jetrl_verl.rollout.vllm_compat import SamplingStates
 
 ROWS, VOCABULARY = 5, 64
 CUT = 2
@@ -233,8 +233,8 @@ class OnTheHost(SimpleNamespace):
 IN_STEP = np.array([4, 0, 2])
 
 
-def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
-    sampler = object.__new__(sampler_v2.SharedSamplerV2)
+def second_sampler(**changes) -> SharedSamplerV2:
+    sampler = object.__new__(SharedSamplerV2)
     states = dict(temperature=0.7, top_p=1.0, min_p=0.0, top_k=VOCABULARY, seeds=0, num_logprobs=0, seeds_set=False)
     numbers = {}
     for name, value in states.items():
@@ -242,8 +242,7 @@ def second_sampler(**changes) -> sampler_v2.SharedSamplerV2:
         numbers[name] = np.full(ROWS, value, dtype=dtype)
         numbers[name][IN_STEP[1]] = changes.get(name, value)
     numbers["seeds"] = np.arange(ROWS)
-    states_class = sampler_v2.SamplerV2.__init__.__globals__["SamplingStates"]
-    sampler.sampling_states = object.__new__(states_class)
+    sampler.sampling_states = object.__new__(SamplingStates)
     for name, values in numbers.items():
         plain = name in ("num_logprobs", "seeds_set")
         setattr(sampler.sampling_states, name, values if plain else OnTheHost(np=values))
@@ -274,7 +273,7 @@ def step() -> SimpleNamespace:
 
 def test_the_second_runner_draws_from_a_requests_seed_and_position(monkeypatch):
     counted = torch.ones(3), torch.zeros(3)
-    monkeypatch.setattr(sampler_v2, "get_num_sampled_and_rejected", lambda *args: counted)
+    monkeypatch.setattr("jetrl_verl.rollout.sampler.get_num_sampled_and_rejected", lambda *args: counted)
     logits = 3 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     output = second_sampler()(logits, step())
     temperature = torch.full((3,), 0.7)

@@ -139,7 +139,7 @@ def distance(name: str, x: Operands, block_scaled: bool, result: torch.Tensor) -
     if name == "bf16":
         expected = x.left.double() @ x.right.t().double()
     else:
-        expected = reference.gemm_nt_float64(x.a, x.b, b_block_scaled=block_scaled)
+        expected = (reference.gemm_nt_float64 if block_scaled else reference.wgrad_float64)(x.a, x.b)
     return ((result.double() - expected).norm() / expected.norm()).item()
 
 
@@ -148,7 +148,7 @@ def gemm(case: Case, device: torch.device) -> tuple[dict[str, Call], Error]:
     x, block_scaled = operands_of(case, device), case.what != "wgrad"
     dtype = torch.bfloat16 if block_scaled else torch.float32
     calls: dict[str, Call] = {
-        "jetrl": partial(kernels.gemm_nt, x.a, x.b, b_block_scaled=block_scaled, out_dtype=dtype),
+        "jetrl": partial(kernels.gemm_nt if block_scaled else kernels.wgrad, x.a, x.b, out_dtype=dtype),
         "bf16": partial(torch.mm, x.left, x.right.t(), **({} if block_scaled else {"out_dtype": dtype})),
     }
     if device.type == "cuda" and VLLM:

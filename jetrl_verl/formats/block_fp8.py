@@ -118,7 +118,7 @@ class BlockFP8(Format):
             ValueError: slices of K that are no multiples of 128.
         """
         if ranks == 1:
-            return kernels.gemm_nt(x, weight, b_block_scaled=True, bias=bias)
+            return kernels.gemm_nt(x, weight, bias)
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
 
     def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -131,11 +131,11 @@ class BlockFP8(Format):
 
     def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
         """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
-        return kernels.gemm_nt(dy, transposed, b_block_scaled=True)
+        return kernels.gemm_nt(dy, transposed)
 
     def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
         """``dW [N, K]`` BF16 of colwise dY and colwise X."""
-        return kernels.gemm_nt(dy, x, b_block_scaled=False)
+        return kernels.wgrad(dy, x)
 
     # A mixture of experts
 

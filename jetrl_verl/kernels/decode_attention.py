@@ -84,16 +84,6 @@ def _requests_suit(q, lengths, block_table, out) -> bool:
     )
 
 
-def _refused(operation: str, **tensors: torch.Tensor) -> str:
-    """The error message for a call that the native kernel does not support."""
-    given = ", ".join(
-        f"{name} {x.dtype} {tuple(x.shape)} strides {x.stride()} from byte {x.data_ptr() % native.ALIGNMENT} of "
-        f"{native.ALIGNMENT}"
-        for name, x in tensors.items()
-    )
-    return f"native does not support {operation} of {given}{native.why()}; use backend flash_attention_3."
-
-
 def native_supports_decode_attention(q, cache, lengths, block_table, scale: float, out) -> bool:
     """Whether the native kernel computes this call; the library refuses every other one."""
     return (
@@ -110,20 +100,13 @@ def native_supports_decode_attention(q, cache, lengths, block_table, scale: floa
     )
 
 
-def _launch_native(q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None) -> None:
-    """:func:`native_decode_attention` without checks."""
-    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
-    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
-
-
-@implements("decode_attention", "native", supports=native_supports_decode_attention, unchecked=_launch_native)
+@implements("decode_attention", "native", supports=native_supports_decode_attention)
 def native_decode_attention(
     q, cache, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
     """As :func:`decode_attention`; ``plan``: its cluster instead of the choice by shape, for tests and benchmarks."""
-    if not native_supports_decode_attention(q, cache, lengths, block_table, scale, out):
-        raise ValueError(_refused("decode_attention", q=q, cache=cache, lengths=lengths, table=block_table, out=out))
-    _launch_native(q, cache, lengths, block_table, scale, out, plan=plan)
+    cluster = plan.cluster if plan else choose_cluster(len(q) * cache.shape[1], multiprocessors(q.device))
+    native.operators().decode_attention(q, cache, lengths, block_table, scale, cache.shape[2], out, cluster)
 
 
 @implements("decode_attention_bf16", "reference")
@@ -174,33 +157,19 @@ def _are_few(requests: int, kv_heads: int) -> bool:
     return requests * kv_heads <= MOST_PAIRS_OF_BF16
 
 
-def native_is_best_for_decode_attention_bf16(q, keys, *call) -> bool:
-    """Whether the native kernel is chosen over FlashAttention 3; by shape alone, as a CUDA graph keeps the choice."""
-    return _are_few(len(q), keys.shape[2]) and native_supports_decode_attention_bf16(q, keys, *call)
-
-
-def _launch_native_bf16(
-    q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
-) -> None:
-    """:func:`native_decode_attention_bf16` without checks."""
-    cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
-    native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
-
-
 @implements(
     "decode_attention_bf16",
     "native",
-    supports=native_is_best_for_decode_attention_bf16,
-    unchecked=_launch_native_bf16,
+    supports=native_supports_decode_attention_bf16,
+    # By shape alone, as a CUDA graph keeps the choice.
+    prefers=lambda q, keys, *_: _are_few(len(q), keys.shape[2]),
 )
 def native_decode_attention_bf16(
     q, keys, values, lengths, block_table, scale: float, out, *, plan: native.Plan | None = None
 ) -> None:
     """As :func:`decode_attention_bf16`; ``plan`` as of :func:`native_decode_attention`."""
-    if not native_supports_decode_attention_bf16(q, keys, values, lengths, block_table, scale, out):
-        call = {"keys": keys, "values": values, "lengths": lengths, "table": block_table, "out": out}
-        raise ValueError(_refused("decode_attention_bf16", q=q, **call))
-    _launch_native_bf16(q, keys, values, lengths, block_table, scale, out, plan=plan)
+    cluster = plan.cluster if plan else choose_cluster(len(q) * keys.shape[2], multiprocessors(q.device))
+    native.operators().decode_attention_bf16(q, keys, values, lengths, block_table, scale, out, cluster)
 
 
 @implements("chunk_attention", "reference")

@@ -12,10 +12,12 @@ stderr.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
+
+from jetrl_verl.reference import QuantizedTensor
 
 __all__ = ["OPERATIONS", "describe_backends", "override_backend", "platform_of"]
 
@@ -41,12 +43,12 @@ class Operation(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """``run`` computes the operation; ``supports``, of the same arguments, whether it can (None: always); ``unchecked``
-    is ``run`` for calls that ``supports`` has allowed (None: ``run``)."""
+    """``run`` computes the operation. ``supports``, of the same arguments: whether it can (None: always); ``prefers``:
+    whether it is chosen where it can (None: always)."""
 
     run: Callable
-    supports: Callable[..., bool] | None
-    unchecked: Callable | None = None
+    supports: Callable[..., bool] | None = None
+    prefers: Callable[..., bool] | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}
@@ -58,13 +60,13 @@ _overrides: dict[str, tuple[str]] = {}
 
 
 def implements(
-    operation: str, backend: str, *, supports: Callable[..., bool] | None = None, unchecked: Callable | None = None
+    operation: str, backend: str, *, supports: Callable[..., bool] | None = None, prefers: Callable | None = None
 ) -> Callable:
     """Decorator: register the function as ``operation`` in ``backend``; the others as in :class:`Implementation`."""
     assert (operation, backend) not in _implementations, (operation, backend)
 
     def register(function: Callable) -> Callable:
-        _implementations[operation, backend] = Implementation(function, supports, unchecked)
+        _implementations[operation, backend] = Implementation(function, supports, prefers)
         return function
 
     return register
@@ -134,8 +136,33 @@ def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
 
 
 def implementation(operation: str, backend: str) -> Callable:
-    """The function that computes ``operation`` in ``backend``; KeyError where there is none."""
-    return _implementations[operation, backend].run
+    """The function of a backend, which raises ``ValueError`` for a call that the backend does not support.
+
+    Raises:
+        KeyError: the backend does not implement ``operation``.
+    """
+    run, supports, _ = _implementations[operation, backend]
+    return run if supports is None else partial(_checked, operation, backend)
+
+
+def _checked(operation: str, backend: str, *call, **options):
+    run, supports, _ = _implementations[operation, backend]
+    if not supports(*call, **options):
+        given = ", ".join(map(_described, (*call, *options.values())))
+        missing = f" ({reason})" if (reason := unavailable(backend)) else ""
+        last = OPERATIONS[operation].backends["sm90"][-1]
+        raise ValueError(f"{backend} does not support {operation} of {given}{missing}; use backend {last}.")
+    return run(*call, **options)
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        offset = argument.data_ptr() % 16
+        place = f", {offset} bytes after a multiple of 16" if offset else ""
+        return f"{argument.dtype} {tuple(argument.shape)} strides {argument.stride()}{place}"
+    if isinstance(argument, (tuple, QuantizedTensor)):
+        return f"({', '.join(map(_described, argument))})"
+    return repr(argument)
 
 
 def supports(operation: str, backend: str, *call, **options) -> bool:
@@ -144,30 +171,20 @@ def supports(operation: str, backend: str, *call, **options) -> bool:
     return predicate is None or predicate(*call, **options)
 
 
-def _chosen(operation: str, names: tuple[str, ...], call: tuple, options: dict) -> tuple[str, Callable]:
-    *conditional, last = names
-    for backend in conditional:
-        implementation = _implementations[operation, backend]
-        if implementation.supports is None or implementation.supports(*call, **options):
-            return backend, implementation.unchecked or implementation.run
-    return last, _implementations[operation, last].run
+def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
+    """The first backend's function that supports ``operation`` for these arguments, else the last one's.
 
-
-def choose(operation: str, device: torch.device, *call, **options) -> tuple[str, Callable]:
-    """The first backend that supports ``operation`` for these arguments, else the last, and its implementation.
+    The arguments are needed only where there are several backends.
 
     Raises:
         RuntimeError: as :func:`candidates`.
     """
-    return _chosen(operation, candidates(operation, device), call, options)
-
-
-def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
-    """The implementation of :func:`choose`, which looks at the arguments only where there are several backends."""
     names = candidates(operation, device)
-    if len(names) == 1:
-        return _implementations[operation, names[0]].run
-    return _chosen(operation, names, call, options)[1]
+    for backend in names[:-1]:
+        run, supports, prefers = _implementations[operation, backend]
+        if (prefers is None or prefers(*call, **options)) and (supports is None or supports(*call, **options)):
+            return run
+    return implementation(operation, names[-1])
 
 
 def backends_on(device: torch.device) -> dict[str, tuple[str, ...]]:

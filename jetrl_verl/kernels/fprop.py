@@ -29,18 +29,7 @@ def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
-def _check_qdata(x: QuantizedTensor, w_qdata: torch.Tensor) -> None:
-    for name, qdata in (("input", x.qdata), ("weight", w_qdata)):
-        if qdata.dtype != FP8_DTYPE:
-            raise ValueError(f"jetrl::fprop_quantized: {name} qdata is {qdata.dtype}, expected {FP8_DTYPE}.")
-    if x.qdata.shape[-1] != w_qdata.shape[1]:
-        raise ValueError(
-            f"jetrl::fprop_quantized: x {tuple(x.qdata.shape)} does not fit the weight {tuple(w_qdata.shape)}."
-        )
-
-
 def _fprop_quantized_fake(x: QuantizedTensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
-    _check_qdata(x, w_qdata)
     return x.qdata.new_empty((x.qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
@@ -64,7 +53,7 @@ def fprop(
         x: ``[..., K]`` BF16. w_qdata: ``[N, K]`` E4M3. w_scales: ``[ceil(N/128), ceil(K/128)]`` FP32.
         bias: ``[N]`` or None, added in FP32 before the one rounding.
         rule: scale rule of X, ``"fp32"`` or ``"pow2"``; use the one W was quantized with.
-        static_weight: weight and bias were written before the quantizer of X started (``native_gemm_nt``, gemm_nt.py);
+        static_weight: weight and bias were written before the quantizer of X started (``kernels.gemm_nt``);
             changes the speed only.
 
     Returns:
@@ -76,7 +65,7 @@ def fprop(
     check_linear("jetrl::fprop", x, w_qdata, FP8_DTYPE)
     a = quantize_1x128(x.reshape(-1, x.shape[-1]), rule)
     b = QuantizedTensor(w_qdata, w_scales)
-    y = gemm_nt(a, b, b_block_scaled=True, bias=bias, static_weight=static_weight)
+    y = gemm_nt(a, b, bias, static_weight=static_weight)
     return y.reshape(*x.shape[:-1], w_qdata.shape[0])
 
 
@@ -97,7 +86,7 @@ def fprop_quantized(
 
     Args:
         x: qdata ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32. The others as in :func:`fprop`.
-        static_weight: as in ``native_gemm_nt`` (gemm_nt.py), where the previous kernel is the one that makes ``x``.
+        static_weight: as in ``kernels.gemm_nt``, where the previous kernel is the one that makes ``x``.
 
     Returns:
         ``[M, N]`` BF16.
@@ -105,6 +94,4 @@ def fprop_quantized(
     Raises:
         ValueError: qdata of another type, shapes that do not fit.
     """
-    _check_qdata(x, w_qdata)
-    w = QuantizedTensor(w_qdata, w_scales)
-    return gemm_nt(x, w, b_block_scaled=True, bias=bias, static_weight=static_weight)
+    return gemm_nt(x, QuantizedTensor(w_qdata, w_scales), bias, static_weight=static_weight)

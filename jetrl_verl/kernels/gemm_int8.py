@@ -69,9 +69,8 @@ def _gemm_int8_kernel(
 
 
 @implements("gemm_int8", "triton")
-def triton_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
+def triton_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.gemm_int8`."""
-    check_int8_gemm_shapes(a, b, bias)
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     out = torch.empty((m, n), dtype=out_dtype, device=a.qdata.device)
     if m and n:
@@ -96,7 +95,7 @@ def triton_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_d
     return out
 
 
-def cutlass_supports_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> bool:
+def cutlass_supports_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, bias=None, out_dtype=torch.bfloat16) -> bool:
     """Whether :func:`cutlass_gemm_int8` accepts this call."""
     (m, k), n = a.qdata.shape, b.qdata.shape[0]
     fits = m > 0 and n % 16 == 0 and k % 16 == 0 and a.qdata.is_contiguous() and b.qdata.is_contiguous()
@@ -105,39 +104,24 @@ def cutlass_supports_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=N
 
 
 @implements("gemm_int8", "vllm_cutlass_int8", supports=cutlass_supports_gemm_int8)
-def cutlass_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, *, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.gemm_int8`; ``ValueError`` for a call that is not supported."""
-    check_int8_gemm_shapes(a, b, bias)
-    if not cutlass_supports_gemm_int8(a, b, bias=bias, out_dtype=out_dtype):
-        raise ValueError(
-            f"vllm_cutlass_int8 does not support A {tuple(a.qdata.shape)}, B {tuple(b.qdata.shape)} with "
-            f"{bias.dtype if bias is not None else 'no'} bias and {out_dtype} out here; use backend triton."
-        )
+def cutlass_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, bias=None, out_dtype=torch.bfloat16) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.gemm_int8`."""
     return vllm_kernels.cutlass_scaled_mm(a.qdata, b.qdata.t(), a.scales, b.scales, out_dtype, bias)
 
 
-def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
-    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
-
-
 @operator(
-    "gemm_int8(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor",
-    fake=_fake,
+    "gemm_int8(Quantized a, Quantized b, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
+    fake=lambda a, b, bias=None, out_dtype=torch.bfloat16: a.qdata.new_empty(
+        (a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype
+    ),
     backends=TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
 )
-def _gemm_int8(
-    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    call = {"bias": bias, "out_dtype": out_dtype}
-    return lookup("gemm_int8", a.qdata.device, a, b, **call)(a, b, **call)
-
-
 def gemm_int8(
     a: QuantizedTensor,
     b: QuantizedTensor,
-    *,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.gemm_int8`."""
-    return _gemm_int8(a, b, bias, out_dtype)
+    check_int8_gemm_shapes(a, b, bias)
+    return lookup("gemm_int8", a.qdata.device, a, b, bias, out_dtype)(a, b, bias, out_dtype)

@@ -1,10 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Block-scaled GEMM ``Y = A B^T``: FProp and DGrad (128x128 scales on B) and WGrad (1x128 scales on both).
+"""FProp and DGrad, ``Y = A W^T`` with 128x128 scales on W, and the Triton kernel of all block-scaled GEMMs.
 
 Each 128-wide K block is one chain of FP8 matrix instructions from zero, promoted in FP32 by ``acc = fma(partial,
 s_a * s_b, acc)``, K blocks in ascending order (docs/architecture.md). K is not split and every tile has at least 64
-rows, so a row has the same bits in every batch and tile (test_gemm_on_gpu.py).
+rows, so a row has the same bits in every batch and tile (test_gemm_on_gpu.py). Backends read a ``GemmCall``.
 """
 
 from functools import cache
@@ -16,16 +16,14 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import NATIVE, backend_needs, choose, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, backend_needs, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
-from jetrl_verl.reference import BLOCK, QuantizedTensor
-from jetrl_verl.reference.gemm import check_gemm_shapes
+from jetrl_verl.reference import BLOCK, GemmCall, QuantizedTensor
 
 __all__ = ["gemm_nt"]
 
-for _operation in ("gemm_nt_128x128", "gemm_nt_1x128"):
-    implements(_operation, "reference")(reference.gemm_nt)
+implements("gemm_nt", "reference")(reference.multiply)
 
 # (BLOCK_M, BLOCK_N, warps, stages), from most arithmetic per byte to most programs. BLOCK_N divides 128, so a tile has
 # one scale of a block-scaled B per K block.
@@ -134,25 +132,14 @@ def choose_tile(m: int, n: int, programs: int) -> tuple[int, int, int, int]:
     return TILES[-1]
 
 
-@implements("gemm_nt_128x128", "triton")
-@implements("gemm_nt_1x128", "triton")
-def triton_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    ranks: int = 1,
-    tile: tuple[int, int, int, int] | None = None,
-) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.gemm_nt`, without its checks. qdata may have any row stride.
+@implements("gemm_nt", "triton")
+def triton_gemm(call: GemmCall, *, tile: tuple[int, int, int, int] | None = None) -> torch.Tensor:
+    """As :func:`jetrl_verl.reference.multiply`. qdata may have any row stride.
 
     Args:
-        ranks: above 1, as :func:`jetrl_verl.reference.gemm_nt_of_ranks`.
         tile: ``(BLOCK_M, BLOCK_N, warps, stages)`` instead of the choice by size; for tests and benchmarks.
     """
-    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+    a, b, m, n, k, b_scale_rows, bias, out_dtype, ranks, _ = call
     out = torch.empty(m, n, dtype=out_dtype, device=a.qdata.device)
     if m == 0 or n == 0:
         return out
@@ -178,7 +165,7 @@ def triton_gemm_nt(
         a.scales.stride(1),
         b.scales.stride(0),
         b.scales.stride(1),
-        B_BLOCK_SCALED=b_block_scaled,
+        B_BLOCK_SCALED=b_scale_rows == BLOCK,
         WITH_BIAS=bias is not None,
         EVEN_K=k % BLOCK == 0,
         OF_RANKS=ranks > 1,
@@ -191,165 +178,85 @@ def triton_gemm_nt(
     return out
 
 
-def native_supports_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
-) -> bool:
-    """Whether :func:`native_gemm_nt` supports this call: rows of qdata start on 16 bytes, rows of the output are
-    multiples of 16 bytes; with 128x128 scales BF16 out, with 1x128 scales no bias."""
-    n = b.qdata.shape[0]
-    if min(*a.qdata.shape, n) == 0 or (n * out_dtype.itemsize) % native.ALIGNMENT != 0:
+def native_supports_operands(call: GemmCall) -> bool:
+    """Whether rows of qdata start on 16 bytes and rows of the output are multiples of 16 bytes."""
+    if min(call.m, call.n, call.k) == 0 or (call.n * call.out_dtype.itemsize) % native.ALIGNMENT != 0:
         return False
-    fits = out_dtype == torch.bfloat16 if b_block_scaled else bias is None
-    bias_fits = bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous())
-    return fits and bias_fits and native.aligned(a.qdata) and native.aligned(b.qdata) and native.unavailable() is None
+    return native.aligned(call.a.qdata) and native.aligned(call.b.qdata) and native.unavailable() is None
 
 
-def _launch_native(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
-    plan: native.Plan | None = None,
-    static_weight: bool = False,
+def native_supports_gemm_nt(call: GemmCall) -> bool:
+    """:func:`native_supports_operands`, BF16 out, a contiguous bias of BF16 or FP32."""
+    bias = call.bias
+    fits = bias is None or (bias.dtype in (torch.bfloat16, torch.float32) and bias.is_contiguous())
+    return fits and call.out_dtype == torch.bfloat16 and native_supports_operands(call)
+
+
+@implements("gemm_nt", "native", supports=native_supports_gemm_nt)
+def native_gemm_nt(
+    call: GemmCall, *, out: torch.Tensor | None = None, plan: native.Plan = native.DEFAULT_PLAN
 ) -> torch.Tensor:
-    """:func:`native_gemm_nt` without checks."""
-    m = a.qdata.shape[0]
+    """As :func:`jetrl_verl.reference.multiply`; scales may have any strides.
+
+    Args:
+        out: ``[M, N]`` BF16 to write to, rows start on 16 bytes; None allocates it.
+        plan: instead of the choice by shape; for tests and benchmarks.
+    """
+    a, b, m = call.a, call.b, call.m
     if out is None:
-        out = torch.empty(m, b.qdata.shape[0], dtype=out_dtype, device=a.qdata.device)
-    operands = a.qdata, a.scales, b.qdata, b.scales
-    kernel, block, cluster = plan or _DEFAULT_PLAN
-    if not b_block_scaled:
-        native.operators().wgrad(*operands, out, block, cluster)
-    elif kernel == "decode" or (not kernel and m <= native.FEW_ROWS):
-        native.operators().decode(*operands, bias, out, block, cluster, static_weight)
+        out = torch.empty(m, call.n, dtype=torch.bfloat16, device=a.qdata.device)
+    operands = a.qdata, a.scales, b.qdata, b.scales, call.bias, out
+    kernel, block, cluster = plan
+    if kernel == "decode" or (not kernel and m <= native.FEW_ROWS):
+        native.operators().decode(*operands, block, cluster, call.static_weight)
     else:
-        native.operators().fprop(*operands, bias, out, block, cluster)
+        native.operators().fprop(*operands, block, cluster)
     return out
 
 
-_DEFAULT_PLAN = native.Plan()
-
-
-@implements("gemm_nt_128x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
-@implements("gemm_nt_1x128", "native", supports=native_supports_gemm_nt, unchecked=_launch_native)
-def native_gemm_nt(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    out: torch.Tensor | None = None,
-    plan: native.Plan | None = None,
-    static_weight: bool = False,
-) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.gemm_nt`; scales may have any strides.
-
-    Args:
-        out: ``[M, N]`` of ``out_dtype`` to write to, rows start on 16 bytes; None allocates it.
-        plan: instead of the choice by shape; for tests and benchmarks.
-        static_weight: the decode kernel may copy ``b`` while the previous kernel in the stream still runs (programmatic
-            dependent launch, device/dependents.py), without effect on the result. The previous kernel must write
-            neither ``b`` nor ``bias`` and must be launched without programmatic dependent launch, or wait before it
-            lets others start. True in a rollout: a quantizer comes before every linear, and weights change in a sync
-            only. A trainer, which quantizes weights just before the product, must not set it.
-
-    Raises:
-        ValueError: shapes that do not fit, or a call that :func:`native_supports_gemm_nt` rejects.
-    """
-    check_gemm_shapes(a, b, b_block_scaled, bias)
-    call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
-    if not native_supports_gemm_nt(a, b, **call):
-        raise ValueError(_refusal("native", a, b, **call) + f"{native.why()}; use backend triton.")
-    if out is not None and out.dtype != out_dtype:
-        raise ValueError(f"native: out is {out.dtype} and out_dtype {out_dtype}; they must be the same.")
-    return _launch_native(a, b, **call, out=out, plan=plan, static_weight=static_weight)
-
-
-def _refusal(name: str, a: QuantizedTensor, b: QuantizedTensor, b_block_scaled: bool, bias, out_dtype) -> str:
-    return (
-        f"{name} does not support A {tuple(a.qdata.shape)} strides {a.qdata.stride()}, B {tuple(b.qdata.shape)} "
-        f"strides {b.qdata.stride()} with {'128x128' if b_block_scaled else '1x128'} scales on B, "
-        f"{'a' if bias is not None else 'no'} bias and {out_dtype} out"
-    )
-
-
-def _vllm_cutlass_supports(
-    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
-) -> bool:
-    (m, k), n = a.qdata.shape, b.qdata.shape[0]
+def _vllm_cutlass_supports(call: GemmCall) -> bool:
     # K > 128: with one K block and one N block vLLM's dispatcher would read the scales as per-row scales.
-    shapes_fit = m > 0 and m % 4 == 0 and n % 16 == 0 and k % BLOCK == 0 and k > BLOCK
-    plain = b_block_scaled and bias is None and out_dtype == torch.bfloat16
-    contiguous = a.qdata.is_contiguous() and b.qdata.is_contiguous()
+    shapes_fit = call.m > 0 and call.m % 4 == 0 and call.n % 16 == 0 and call.k % BLOCK == 0 and call.k > BLOCK
+    plain = call.bias is None and call.out_dtype == torch.bfloat16
+    contiguous = call.a.qdata.is_contiguous() and call.b.qdata.is_contiguous()
     return plain and shapes_fit and contiguous and vllm_kernels.no_block_fp8_gemm() is None
 
 
-@implements("gemm_nt_128x128", "vllm_cutlass", supports=_vllm_cutlass_supports)
-def vllm_cutlass_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, *, b_block_scaled: bool, bias=None, out_dtype=torch.bfloat16
-) -> torch.Tensor:
-    """vLLM's CUTLASS kernel, for Hopper without the native library.
-
-    Raises:
-        ValueError: a bias, FP32 out, or M, N or K that it does not support.
-    """
-    call = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": out_dtype}
-    if not _vllm_cutlass_supports(a, b, **call):
-        why = vllm_kernels.no_block_fp8_gemm()
-        raise ValueError(_refusal("vllm_cutlass", a, b, **call) + f"{f' ({why})' if why else ''}; use backend triton.")
-    scales_a = a.scales if a.scales.stride() == (1, len(a.scales)) else a.scales.t().contiguous().t()
-    scales_b = b.scales.contiguous().t()
-    return vllm_kernels.cutlass_scaled_mm(a.qdata, b.qdata.t(), out_dtype=out_dtype, scale_a=scales_a, scale_b=scales_b)
+@implements("gemm_nt", "vllm_cutlass", supports=_vllm_cutlass_supports)
+def vllm_cutlass_gemm_nt(call: GemmCall) -> torch.Tensor:
+    """vLLM's CUTLASS kernel, for Hopper without the native library."""
+    (a, a_scales), (b, b_scales) = call.a, call.b
+    a_scales = a_scales if a_scales.stride() == (1, len(a_scales)) else a_scales.t().contiguous().t()
+    scales = {"scale_a": a_scales, "scale_b": b_scales.contiguous().t()}
+    return vllm_kernels.cutlass_scaled_mm(a, b.t(), out_dtype=call.out_dtype, **scales)
 
 
 backend_needs("vllm_cutlass", vllm_kernels.no_block_fp8_gemm)
 
 
-def _fake(a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, *_):
-    return a.qdata.new_empty((a.qdata.shape[0], b.qdata.shape[0]), dtype=out_dtype)
-
-
 @operator(
-    "gemm_nt_128x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype, bool static_weight) -> Tensor",
-    fake=_fake,
+    "gemm_nt(Quantized a, Quantized weight, Tensor? bias=None, ScalarType out_dtype=bfloat16,"
+    " bool static_weight=False) -> Tensor",
+    fake=lambda a, weight, bias=None, out_dtype=torch.bfloat16, *_: a.qdata.new_empty(
+        (a.qdata.shape[0], weight.qdata.shape[0]), dtype=out_dtype
+    ),
     backends=NATIVE | {"sm90": ("native", "vllm_cutlass", "triton")},
 )
-def _gemm_nt_128x128(
-    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype, static_weight: bool
-) -> torch.Tensor:
-    check_gemm_shapes(a, b, True, bias)
-    call = {"b_block_scaled": True, "bias": bias, "out_dtype": out_dtype}
-    backend, run = choose("gemm_nt_128x128", a.qdata.device, a, b, **call)
-    if backend == "native":
-        call["static_weight"] = static_weight
-    return run(a, b, **call)
-
-
-@operator(
-    "gemm_nt_1x128(Quantized a, Quantized b, Tensor? bias, ScalarType out_dtype) -> Tensor", fake=_fake, backends=NATIVE
-)
-def _gemm_nt_1x128(
-    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None, out_dtype: torch.dtype
-) -> torch.Tensor:
-    check_gemm_shapes(a, b, False, bias)
-    call = {"b_block_scaled": False, "bias": bias, "out_dtype": out_dtype}
-    return lookup("gemm_nt_1x128", a.qdata.device, a, b, **call)(a, b, **call)
-
-
 def gemm_nt(
     a: QuantizedTensor,
-    b: QuantizedTensor,
-    *,
-    b_block_scaled: bool,
+    weight: QuantizedTensor,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     static_weight: bool = False,
 ) -> torch.Tensor:
-    """See :func:`jetrl_verl.reference.gemm_nt`; ``static_weight`` (:func:`native_gemm_nt`) changes no bits."""
-    if b_block_scaled:
-        return _gemm_nt_128x128(a, b, bias, out_dtype, static_weight)
-    return _gemm_nt_1x128(a, b, bias, out_dtype)
+    """See :func:`jetrl_verl.reference.gemm_nt`.
+
+    Args:
+        static_weight: the native decode kernel may copy ``weight`` while the previous kernel in the stream still runs
+            (programmatic dependent launch, device/dependents.py), without effect on the result. The previous kernel
+            must write neither ``weight`` nor ``bias`` and must be launched without programmatic dependent launch, or
+            wait before it lets others start. True in a rollout: a quantizer comes before every linear, and weights
+            change in a sync only. A trainer, which quantizes weights just before the product, must not set it.
+    """
+    call = GemmCall.by_weight(a, weight, bias, out_dtype, static_weight)
+    return lookup("gemm_nt", a.qdata.device, call)(call)

@@ -14,7 +14,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.e4m3 import GROUP
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import NATIVE, choose, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
@@ -30,16 +30,14 @@ _WGRAD = (128, 128, 8, 4)
 
 
 @implements("grouped_gemm_nt", "reference")
-def reference_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
-) -> torch.Tensor:
+def reference_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *_) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.grouped_gemm_nt`."""
     return reference.grouped_gemm_nt(a, b, start)
 
 
 @implements("grouped_gemm_nt_of_ranks", "reference")
 def reference_grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, *_
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.grouped_gemm_nt_of_ranks`."""
     return reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)
@@ -101,7 +99,7 @@ def _grouped_gemm_kernel(
 
 @implements("grouped_gemm_nt_of_ranks", "triton")
 def triton_grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, *_
 ) -> torch.Tensor:
     """See :func:`grouped_gemm_nt_of_ranks`; rows after the last segment are not written."""
     (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
@@ -135,9 +133,9 @@ def triton_grouped_gemm_nt_of_ranks(
 
 
 @implements("grouped_gemm_nt", "triton")
-def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1) -> torch.Tensor:
+def triton_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *_) -> torch.Tensor:
     """See :func:`grouped_gemm_nt`; rows after the last segment are not written."""
-    return triton_grouped_gemm_nt_of_ranks(a, b, start, 1, align)[0]
+    return triton_grouped_gemm_nt_of_ranks(a, b, start, 1)[0]
 
 
 @jit
@@ -209,9 +207,7 @@ def _experts_in_one_matrix(b: torch.Tensor) -> bool:
     return below or (of_expert >= k and (experts - 1) * of_expert + k <= of_row)
 
 
-def native_supports_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1
-) -> bool:
+def native_supports_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *_) -> bool:
     """Whether :func:`native_grouped_gemm_nt` supports this call: rows of qdata start on 16 bytes, and the experts are
     parts of one matrix."""
     (experts, n, k), rows = b.qdata.shape, a.qdata.shape[0]
@@ -223,7 +219,7 @@ def native_supports_grouped_gemm_nt(
 
 
 def native_supports_grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, align: int = 1
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, *_
 ) -> bool:
     """Whether :func:`native_grouped_gemm_nt_of_ranks` supports this call."""
     return ranks * a.qdata.shape[0] <= native.MOST and native_supports_grouped_gemm_nt(a, b, start)
@@ -236,30 +232,20 @@ def native_grouped_gemm_nt_of_ranks(
     start: torch.Tensor,
     ranks: int,
     align: int = 1,
-    *,
-    plan: native.Plan | None = None,
     static_weight: bool = False,
     static_segments: bool = False,
+    *,
+    plan: native.Plan = native.DEFAULT_PLAN,
 ) -> torch.Tensor:
     """See :func:`grouped_gemm_nt_of_ranks`; rows after the last segment are not written.
 
     Args:
-        plan: instead of the choice by shape; for tests and benchmarks.
-        static_weight: as in ``native_gemm_nt`` (gemm_nt.py); the decode kernel waits before it reads ``start``.
+        static_weight: as in ``kernels.gemm_nt``; the decode kernel waits before it reads ``start``.
         static_segments: with it the previous kernel does not write ``start``, and copies of ``b`` may start early too.
-
-    Raises:
-        ValueError: a call that is not supported (:func:`native_supports_grouped_gemm_nt_of_ranks`).
+        plan: instead of the choice by shape; for tests and benchmarks.
     """
-    check_k_slices(a.qdata.shape[1], ranks)
-    if not native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks):
-        raise ValueError(
-            f"native does not support A {tuple(a.qdata.shape)} strides {a.qdata.stride()} and experts "
-            f"{tuple(b.qdata.shape)} strides {b.qdata.stride()} over {ranks} ranks{native.why()}; use backend triton."
-        )
     rows, (experts, n, _) = a.qdata.shape[0], b.qdata.shape
     out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)
-    plan = plan or native.Plan()
     few = plan.kernel == "decode" if plan.kernel else rows <= native.FEW_ROWS_OF_EXPERT * experts
     aligned = align % native.ALIGNED_ROWS == 0
     call = a.qdata, a.scales, b.qdata, b.scales, start, aligned, ranks, out.view(ranks * rows, n), *plan[1:]
@@ -272,10 +258,10 @@ def native_grouped_gemm_nt_of_ranks(
 
 @implements("grouped_gemm_nt", "native", supports=native_supports_grouped_gemm_nt)
 def native_grouped_gemm_nt(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, align: int = 1, **options
+    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *others, plan: native.Plan = native.DEFAULT_PLAN
 ) -> torch.Tensor:
-    """See :func:`grouped_gemm_nt`; ``options`` of :func:`native_grouped_gemm_nt_of_ranks`, which it is for one rank."""
-    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, align, **options)[0]
+    """See :func:`grouped_gemm_nt`; :func:`native_grouped_gemm_nt_of_ranks` for one rank."""
+    return native_grouped_gemm_nt_of_ranks(a, b, start, 1, *others, plan=plan)[0]
 
 
 def _scales_in_columns(scales: torch.Tensor) -> bool:
@@ -300,23 +286,12 @@ def native_supports_grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start
 
 @implements("grouped_wgrad", "native", supports=native_supports_grouped_wgrad)
 def native_grouped_wgrad(
-    dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan | None = None
+    dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor, *, plan: native.Plan = native.DEFAULT_PLAN
 ) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.grouped_wgrad`; ``plan`` as in :func:`native_grouped_gemm_nt_of_ranks`.
-
-    Raises:
-        ValueError: a call that is not supported (:func:`native_supports_grouped_wgrad`).
-    """
-    if not native_supports_grouped_wgrad(dy, x, start):
-        raise ValueError(
-            f"native does not support dY {tuple(dy.qdata.shape)} strides {dy.qdata.stride()} scales of strides "
-            f"{dy.scales.stride()} and X {tuple(x.qdata.shape)} strides {x.qdata.stride()} scales of strides "
-            f"{x.scales.stride()} of {len(start) - 1} experts{native.why()}; use backend triton."
-        )
+    """As :func:`jetrl_verl.reference.grouped_wgrad`; ``plan`` as in :func:`native_grouped_gemm_nt_of_ranks`."""
     shape = len(start) - 1, dy.qdata.shape[0], x.qdata.shape[0]
     out = torch.empty(shape, dtype=torch.bfloat16, device=start.device)
-    _, block, cluster = plan or native.Plan()
-    native.operators().grouped_wgrad(dy.qdata, dy.scales, x.qdata, x.scales, start, out, block, cluster)
+    native.operators().grouped_wgrad(dy.qdata, dy.scales, x.qdata, x.scales, start, out, plan.block, plan.cluster)
     return out
 
 
@@ -361,10 +336,8 @@ def grouped_gemm_nt(
         ValueError: operands that do not fit.
     """
     _check(a, b, start)
-    backend, run = choose("grouped_gemm_nt", start.device, a, b, start, align)
-    if backend == "native":
-        return run(a, b, start, align, static_weight=static_weight, static_segments=static_segments)
-    return run(a, b, start, align)
+    call = a, b, start, align, static_weight, static_segments
+    return lookup("grouped_gemm_nt", start.device, *call)(*call)
 
 
 @operator(

@@ -75,6 +75,9 @@ class Plan(NamedTuple):
     cluster: int = 0
 
 
+DEFAULT_PLAN = Plan()
+
+
 def library_path() -> Path:
     """The path from which the library is loaded."""
     debug = os.environ.get("JETRL_NATIVE_DEBUG") == "1"
@@ -152,19 +155,6 @@ def supports_qdata(q: QuantizedTensor, *, in_sixteens: int) -> bool:
     rows, k = q.qdata.shape
     fits = q.qdata.stride(0) < MOST and q.scales.stride(0) < MOST and rows < MOST and k <= MOST_COLUMNS
     return min(rows, k) > 0 and in_sixteens % ALIGNMENT == 0 and fits and aligned(q.qdata) and unavailable() is None
-
-
-def refused_qdata(operation: str, q: QuantizedTensor) -> str:
-    """The error message for qdata that :func:`supports_qdata` rejects."""
-    return (
-        f"native does not support {operation} of qdata {tuple(q.qdata.shape)} strides {q.qdata.stride()}"
-        f"{why()}; use backend triton."
-    )
-
-
-def why() -> str:
-    """For an error message: why no kernel runs here, in brackets; empty if kernels run."""
-    return "" if unavailable() is None else f" ({unavailable()})"
 
 
 backend_needs("native", lambda: unavailable())

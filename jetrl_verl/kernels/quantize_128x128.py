@@ -230,9 +230,7 @@ def native_supports_transpose_128x128(weight: QuantizedTensor) -> bool:
 
 @implements("transpose_128x128", "native", supports=native_supports_transpose_128x128)
 def native_transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.transpose_128x128`. ValueError: qdata that is not supported."""
-    if not native_supports_transpose_128x128(weight):
-        raise ValueError(native.refused_qdata("transpose_128x128", weight))
+    """As :func:`jetrl_verl.reference.transpose_128x128`."""
     transposed = QuantizedTensor(
         *(torch.empty(part.t().shape, dtype=part.dtype, device=part.device) for part in (weight.qdata, weight.scales))
     )

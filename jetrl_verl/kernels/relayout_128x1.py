@@ -103,10 +103,8 @@ def native_supports_relayout_128x1(q: QuantizedTensor, rule: str = "fp32") -> bo
 
 @implements("relayout_128x1", "native", supports=native_supports_relayout_128x1)
 def native_relayout_128x1(q: QuantizedTensor, rule: str) -> QuantizedTensor:
-    """As :func:`triton_relayout_128x1`. ValueError: qdata that is not supported, or an unknown ``rule``."""
+    """As :func:`triton_relayout_128x1`."""
     check_rule(rule)
-    if not native_supports_relayout_128x1(q):
-        raise ValueError(native.refused_qdata("relayout_128x1", q))
     out, words = empty_colwise(*q.qdata.shape, q.qdata.device)
     native.operators().relayout(q.qdata, q.scales, words.view(torch.uint8), out.scales.t(), rule == "pow2")
     return out

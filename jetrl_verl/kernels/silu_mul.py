@@ -396,13 +396,8 @@ def native_supports_silu_mul_backward(dy, gate, up, rule: str = "fp32") -> bool:
 
 @implements("silu_mul_backward_quantize", "native", supports=native_supports_silu_mul_backward)
 def native_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:
-    """As :func:`reference_silu_mul_backward_quantize`. ValueError: unsupported operands, or an unknown ``rule``."""
+    """As :func:`reference_silu_mul_backward_quantize`."""
     check_rule(rule)
-    if not native_supports_silu_mul_backward(dy, gate, up):
-        raise ValueError(
-            f"native does not support the gradients of a gated MLP {tuple(gate.shape)}, strides {gate.stride()}"
-            f"{native.why()}; use the Triton kernel."
-        )
     results, memory = [], []
     for _ in range(2):
         rowwise, (colwise, words) = empty_rowwise(*gate.shape, gate.device), empty_colwise(*gate.shape, gate.device)

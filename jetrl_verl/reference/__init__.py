@@ -26,7 +26,17 @@ from jetrl_verl.reference.experts import (
     segments,
     top_k,
 )
-from jetrl_verl.reference.gemm import gemm_nt, gemm_nt_float64, gemm_nt_of_ranks, k_slices, sum_of_ranks
+from jetrl_verl.reference.gemm import (
+    GemmCall,
+    gemm_nt,
+    gemm_nt_float64,
+    gemm_nt_of_ranks,
+    k_slices,
+    multiply,
+    sum_of_ranks,
+    wgrad,
+    wgrad_float64,
+)
 from jetrl_verl.reference.int8 import dequantize_int8, gemm_int8, quantize_int8
 from jetrl_verl.reference.kv_cache import (
     UNIT_TOKENS,

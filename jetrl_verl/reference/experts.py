@@ -15,7 +15,7 @@ along rows in groups of 128, so there ``align`` is 128 and no group holds rows o
 * Each tensor-parallel rank has a slice of every expert's inner dimension. It rounds its part of a row, adds a token's
   rows, rounds, and then the ranks are added, rank 0 first. Adding ranks before a token's rows gives other bits.
 
-Every product is ``gemm_nt`` of one expert's rows (gemm.py).
+Every product is ``gemm_nt`` or ``wgrad`` of one expert's rows (gemm.py).
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from jetrl_verl.reference.constants import BLOCK
-from jetrl_verl.reference.gemm import gemm_nt, k_slices, sum_of_ranks
+from jetrl_verl.reference.gemm import gemm_nt, k_slices, sum_of_ranks, wgrad
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 
@@ -111,7 +111,7 @@ def grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor)
         if last > first:
             rows = QuantizedTensor(a.qdata[first:last], a.scales[first:last])
             weight = QuantizedTensor(b.qdata[expert], b.scales[expert])
-            y[first:last] = gemm_nt(rows, weight, b_block_scaled=True)
+            y[first:last] = gemm_nt(rows, weight)
     return y
 
 
@@ -142,7 +142,7 @@ def grouped_wgrad(dy: QuantizedTensor, x: QuantizedTensor, start: torch.Tensor) 
         if last > first:
             groups = slice(first // BLOCK, last // BLOCK)
             operands = [QuantizedTensor(q.qdata[:, first:last], q.scales[:, groups]) for q in (dy, x)]
-            dw[expert] = gemm_nt(*operands, b_block_scaled=False)
+            dw[expert] = wgrad(*operands)
     return dw
 
 

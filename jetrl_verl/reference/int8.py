@@ -83,7 +83,6 @@ def check_int8_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, bias: torch.T
 def gemm_int8(
     a: QuantizedTensor,
     b: QuantizedTensor,
-    *,
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:

@@ -5,22 +5,32 @@
 from collections.abc import Callable
 
 from jetrl_verl.kernels import dispatch
+from jetrl_verl.reference import GemmCall
+
+CALLS = {"gemm_nt": GemmCall.by_weight, "wgrad": GemmCall.by_tokens, "gemm_nt_of_ranks": GemmCall.over_ranks}
+"""GEMM -> its call from the operator's arguments."""
 
 
 class Backend:
-    """``Backend("triton").quantize_1x128``; ``gemm_nt`` is the implementation of both kinds of scales."""
+    """``Backend("triton").quantize_1x128``; GEMMs have the operator's arguments, and ``tile``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __getattr__(self, operation: str) -> Callable:
-        operation = "gemm_nt_128x128" if operation == "gemm_nt" else operation
         if operation not in dispatch.OPERATIONS:
             raise AttributeError(operation)
-        return dispatch.implementation(operation, self.name)
+        run = dispatch.implementation(operation, self.name)
+        if operation not in CALLS:
+            return run
 
-    def supports_gemm_nt(self, a, b, **call) -> bool:
-        return dispatch.supports("gemm_nt_128x128", self.name, a, b, **call)
+        def product(*operands, tile=None, **arguments):
+            return run(CALLS[operation](*operands, **arguments), **({"tile": tile} if tile else {}))
+
+        return product
+
+    def supports(self, gemm: str, *operands, **arguments) -> bool:
+        return dispatch.supports(gemm, self.name, CALLS[gemm](*operands, **arguments))
 
 
 triton_kernels = Backend("triton")

@@ -59,31 +59,31 @@ def test_an_unknown_scale_rule_raises(quantize):
         getattr(triton_kernels, quantize)(gaussian(2, 128), "mx")
 
 
-@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("gemm", ["gemm_nt", "wgrad"])
 @pytest.mark.parametrize("shape", [(65, 130, 300), (1, 256, 256), (130, 66, 128), (3, 5, 0), (0, 128, 128)])
-def test_gemm_follows_the_contract(shape, b_block_scaled):
+def test_gemm_follows_the_contract(shape, gemm):
     """To FP32 accuracy: the interpreter rounds the promotion twice, where a GPU fuses it, and truncates to BF16."""
     m, n, k = shape
-    quantize_b = reference.quantize_128x128 if b_block_scaled else reference.quantize_1x128
+    quantize_b = reference.quantize_128x128 if gemm == "gemm_nt" else reference.quantize_1x128
     a, b = reference.quantize_1x128(heavy_tailed(m, k), "fp32"), quantize_b(gaussian(n, k), "fp32")
-    for bias in (None, gaussian(1, n)[0], gaussian(n, 2)[:, 1]):
-        arguments = {"b_block_scaled": b_block_scaled, "bias": bias, "out_dtype": torch.float32}
-        got, want = triton_kernels.gemm_nt(a, b, **arguments), reference.gemm_nt(a, b, **arguments)
+    product, contract = getattr(triton_kernels, gemm), getattr(reference, gemm)
+    biases = ({"bias": bias} for bias in (gaussian(1, n)[0], gaussian(n, 2)[:, 1]))
+    for bias in ({}, *biases) if gemm == "gemm_nt" else ({},):
+        got, want = (run(a, b, **bias, out_dtype=torch.float32) for run in (product, contract))
         assert got.shape == (m, n)
         assert (got - want).norm() <= 1e-6 * want.norm()
-    assert triton_kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled).dtype == torch.bfloat16
+    assert product(a, b).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("b_block_scaled", [True, False])
-def test_gemm_reads_the_layouts_that_the_quantizers_write(b_block_scaled):
+@pytest.mark.parametrize("gemm", ["gemm_nt", "wgrad"])
+def test_gemm_reads_the_layouts_that_the_quantizers_write(gemm):
     """WGrad's operands are views with padded rows and column-major scales."""
     x, dy = gaussian(130, 40), heavy_tailed(130, 70)
-    if b_block_scaled:
+    if gemm == "gemm_nt":
         a, b = triton_kernels.quantize_1x128(dy, "fp32"), reference.quantize_128x128(gaussian(9, 70), "fp32")
     else:
         a, b = triton_kernels.quantize_128x1(dy, "fp32"), triton_kernels.quantize_128x1(x, "fp32")
-    got = triton_kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=torch.float32)
-    want = reference.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=torch.float32)
+    got, want = (getattr(side, gemm)(a, b, out_dtype=torch.float32) for side in (triton_kernels, reference))
     assert (got - want).norm() <= 1e-6 * want.norm()
 
 
@@ -127,6 +127,6 @@ def test_every_tile_shape_computes_the_same():
         reference.quantize_1x128(heavy_tailed(70, 256), "fp32"),
         reference.quantize_128x128(gaussian(140, 256), "fp32"),
     )
-    results = [triton_kernels.gemm_nt(a, b, b_block_scaled=True, out_dtype=torch.float32, tile=tile) for tile in TILES]
+    results = [triton_kernels.gemm_nt(a, b, out_dtype=torch.float32, tile=tile) for tile in TILES]
     for other in results[1:]:
         assert (other - results[0]).norm() <= 1e-6 * results[0].norm()

@@ -79,14 +79,14 @@ def test_other_gpus_get_the_last_backend_and_one_warning(gpu_of, capsys, capabil
     gpu_of(*capability)
     assert dispatch.platform_of(GPU) == "gpu"
     described = kernels.describe_backends("cuda:0")
-    assert {described[name] for name in ("gemm_nt_128x128", "gemm_int8", "rms_norm", "relayout_128x1")} == {"triton"}
+    assert {described[name] for name in ("gemm_nt", "wgrad", "gemm_int8", "rms_norm", "relayout_128x1")} == {"triton"}
     assert callable(dispatch.lookup("rms_norm", GPU))
     assert capsys.readouterr().err == "jetrl_verl: not tested on this GPU (NVIDIA X); Triton's kernels run.\n"
 
 
 def test_hopper_gets_every_backend_without_a_warning(gpu_of, capsys):
     gpu_of(9, 0)
-    assert kernels.describe_backends("cuda:0")["gemm_nt_128x128"] == "native, else vllm_cutlass, else triton"
+    assert kernels.describe_backends("cuda:0")["gemm_nt"] == "native, else vllm_cutlass, else triton"
     assert capsys.readouterr().err == ""
 
 
@@ -96,15 +96,15 @@ def test_another_kind_of_device_raises():
 
 
 def test_an_override_lasts_for_its_block_and_nests():
-    with kernels.override_backend("gemm_nt_128x128", "vllm_cutlass"):
-        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "vllm_cutlass"
-        with kernels.override_backend("gemm_nt_128x128", "triton"):
-            assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "triton"
-        assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "vllm_cutlass"
-    assert kernels.describe_backends("cpu")["gemm_nt_128x128"] == "reference"
+    with kernels.override_backend("gemm_nt", "vllm_cutlass"):
+        assert kernels.describe_backends("cpu")["gemm_nt"] == "vllm_cutlass"
+        with kernels.override_backend("gemm_nt", "triton"):
+            assert kernels.describe_backends("cpu")["gemm_nt"] == "triton"
+        assert kernels.describe_backends("cpu")["gemm_nt"] == "vllm_cutlass"
+    assert kernels.describe_backends("cpu")["gemm_nt"] == "reference"
 
 
-@pytest.mark.parametrize("names", [("gemm_nt", "triton"), ("gemm_nt_128x128", "cutlass")])
+@pytest.mark.parametrize("names", [("gemm", "triton"), ("gemm_nt", "cutlass")])
 def test_an_unknown_override_raises(names):
     with pytest.raises(ValueError, match="no backend"), kernels.override_backend(*names):
         pass
@@ -113,10 +113,10 @@ def test_an_unknown_override_raises(names):
 def test_an_external_gemm_raises_for_unsupported_calls():
     a, b = kernels.quantize_1x128(gaussian(4, 256), "fp32"), kernels.quantize_128x128(gaussian(256, 256), "fp32")
     with (
-        kernels.override_backend("gemm_nt_128x128", "vllm_cutlass"),
-        pytest.raises(ValueError, match=r"vllm_cutlass does not support A \(4, 256\).* a bias .*use backend triton"),
+        kernels.override_backend("gemm_nt", "vllm_cutlass"),
+        pytest.raises(ValueError, match=r"vllm_cutlass does not support gemm_nt of .*\(4, 256\).*use backend triton"),
     ):
-        kernels.gemm_nt(a, b, b_block_scaled=True, bias=torch.zeros(256))
+        kernels.gemm_nt(a, b, torch.zeros(256))
 
 
 @pytest.mark.parametrize("rule", reference.SCALE_RULES)
@@ -124,52 +124,48 @@ def test_an_external_gemm_raises_for_unsupported_calls():
 def test_fprop_is_quantize_then_gemm(rule, with_bias):
     x, w = gaussian(6, 300), kernels.quantize_128x128(gaussian(130, 300), rule)
     bias = gaussian(1, 130)[0] if with_bias else None
-    want = reference.gemm_nt(reference.quantize_1x128(x, rule), w, b_block_scaled=True, bias=bias)
+    want = reference.gemm_nt(reference.quantize_1x128(x, rule), w, bias)
     assert torch.equal(kernels.fprop(x, w.qdata, w.scales, bias, rule), want)
     folded = kernels.fprop(x.reshape(2, 3, 300), w.qdata, w.scales, bias, rule)
     assert torch.equal(folded, want.reshape(2, 3, 130))
     assert kernels.fprop(x[:0], w.qdata, w.scales, bias, rule).shape == (0, 130)
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
-def test_only_the_native_backend_gets_static_weight(monkeypatch, backend):
+def test_only_a_rollout_sets_static_weight(monkeypatch):
     """Only the caller sets it, so a trainer, which quantizes its weight right before, never does."""
     received = []
 
-    def product(a, b, **call):
-        received.append(call.get("static_weight", "nothing"))
-        return reference.gemm_nt(a, b, b_block_scaled=call["b_block_scaled"], bias=call["bias"])
+    def product(call):
+        received.append(call.static_weight)
+        return reference.multiply(call)
 
-    monkeypatch.setitem(dispatch._implementations, ("gemm_nt_128x128", backend), dispatch.Implementation(product, None))
+    monkeypatch.setitem(dispatch._implementations, ("gemm_nt", "native"), dispatch.Implementation(product))
     x, w = gaussian(6, 256), kernels.quantize_128x128(gaussian(130, 256), "fp32")
     qdata = kernels.quantize_1x128(x, "fp32")
-    with kernels.override_backend("gemm_nt_128x128", backend):
+    with kernels.override_backend("gemm_nt", "native"):
         for options in ({}, {"static_weight": True}):
             kernels.fprop(x, w.qdata, w.scales, None, "fp32", **options)
             kernels.fprop_quantized(qdata, w.qdata, w.scales, None, **options)
-    assert received == ([False, False, True, True] if backend == "native" else ["nothing"] * 4)
+    assert received == [False, False, True, True]
 
 
-@pytest.mark.parametrize("backend", ["native", "triton"])
-def test_only_the_native_backend_gets_static_segments(monkeypatch, backend):
+def test_only_a_rollout_sets_static_segments(monkeypatch):
     """Segments are older than the kernel before the second product, not than the one before the first."""
     received = []
 
-    def product(a, b, start, align, **call):
-        received.append(tuple(call.get(name, "nothing") for name in ("static_weight", "static_segments")))
+    def product(a, b, start, align, *static):
+        received.append(static)
         return reference.grouped_gemm_nt(a, b, start)
 
-    stub = dispatch.Implementation(product, None)
-    monkeypatch.setitem(dispatch._implementations, ("grouped_gemm_nt", backend), stub)
+    monkeypatch.setitem(dispatch._implementations, ("grouped_gemm_nt", "native"), dispatch.Implementation(product))
     flow, x, logits = formats.get(formats.FLOW), gaussian(5, 256), gaussian(5, 4).float()
     shapes = (4, 256, 256), (4, 256, 128)
     gate_up, down = (flow.quantize_weight(gaussian(4 * n, k).view(-1, n, k), "fp32") for _, n, k in shapes)
     weights, segments, rows = kernels.route_and_permute(logits, flow.quantize_activation(x, "fp32"), 2, True)
-    with kernels.override_backend("grouped_gemm_nt", backend):
+    with kernels.override_backend("grouped_gemm_nt", "native"):
         for options in ({}, {"static_weight": True}):
             flow.experts(rows, weights, segments, gate_up, down, "fp32", **options)
-    expected = [(False, False)] * 2 + [(True, False), (True, True)]
-    assert received == (expected if backend == "native" else [("nothing", "nothing")] * 4)
+    assert received == [(False, False)] * 2 + [(True, False), (True, True)]
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_grouped_gemm_rows_match_the_dense_product(tokens, align):
             continue
         weight = QuantizedTensor(gate_up.qdata[expert], gate_up.scales[expert])
         mine = QuantizedTensor(rows.qdata[first:last].contiguous(), rows.scales[first:last].contiguous())
-        assert torch.equal(got[first:last], kernels.gemm_nt(mine, weight, b_block_scaled=True)), expert
+        assert torch.equal(got[first:last], kernels.gemm_nt(mine, weight)), expert
         mine = QuantizedTensor(dy.qdata[first:last].contiguous(), dy.scales[first:last].contiguous())
         assert torch.equal(dx[first:last], FLOW.dgrad(mine, FLOW.transpose_weight(weight))), expert
 
@@ -154,7 +154,7 @@ def test_grouped_wgrad_matches_the_dense_one(tokens):
         parts = [
             QuantizedTensor(q.qdata[:, first:last].contiguous(), q.scales[:, groups].contiguous()) for q in (dy, x)
         ]
-        assert torch.equal(got[expert], kernels.gemm_nt(*parts, b_block_scaled=False)), expert
+        assert torch.equal(got[expert], kernels.wgrad(*parts)), expert
 
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])

@@ -19,7 +19,7 @@ def weight():
 def test_fprop_is_quantize_then_gemm(weight, m, with_bias):
     x = heavy_tailed(m, 1024).cuda()
     bias = gaussian(1, 640)[0].cuda() if with_bias else None
-    want = kernels.gemm_nt(kernels.quantize_1x128(x, "fp32"), weight, b_block_scaled=True, bias=bias)
+    want = kernels.gemm_nt(kernels.quantize_1x128(x, "fp32"), weight, bias)
     assert torch.equal(kernels.fprop(x, weight.qdata, weight.scales, bias, "fp32"), want)
 
 

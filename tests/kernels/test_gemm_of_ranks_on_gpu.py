@@ -5,16 +5,15 @@
 import model_like
 import pytest
 import torch
-from backends import Backend
+from backends import Backend, triton_kernels
 from contract_inputs import gaussian
 from test_gemm_on_gpu import bits, operands, relative_error
 
 from jetrl_verl import kernels, reference
-from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels.gemm_nt import TILES
-from jetrl_verl.kernels.gemm_nt_of_ranks import sliced_gemm_nt_of_ranks, triton_gemm_nt_of_ranks
+from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.native import Plan
-from jetrl_verl.reference import QuantizedTensor, k_slices
+from jetrl_verl.reference import GemmCall, QuantizedTensor, k_slices
 from jetrl_verl.sync.operations_probe import products_of_ranks
 
 pytestmark = pytest.mark.timeout(240, method="thread")
@@ -67,7 +66,7 @@ def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> t
 def backends_of(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> list[str]:
     """Backends of this GPU that support the call."""
     names = kernels.OPERATIONS["gemm_nt_of_ranks"].backends[kernels.platform_of(a.qdata.device)]
-    return [name for name in names if dispatch.supports("gemm_nt_of_ranks", name, a, b, ranks, bias)]
+    return [name for name in names if Backend(name).supports("gemm_nt_of_ranks", a, b, ranks, bias)]
 
 
 @pytest.mark.parametrize("nk", SHAPES.values(), ids=SHAPES)
@@ -91,7 +90,7 @@ def test_backends_match_the_ranks_in_every_batch(nk):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_bias_is_added_to_the_first_ranks_product(ranks):
-    a, b = operands(1000, 384, 3072, True)
+    a, b = operands(1000, 384, 3072, "gemm_nt")
     bias = gaussian(1, 384)[0].cuda()
     want = of_ranks(a, b, ranks, bias)
     assert not torch.equal(bits(want), bits(of_ranks(a, b, ranks)))
@@ -117,8 +116,8 @@ def test_ranks_are_added_as_in_the_reference(ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("tile", range(len(TILES)))
 def test_every_triton_tile_has_the_same_bits(tile, ranks):
-    a, b = operands(1000, 384, 3072, True)
-    got = triton_gemm_nt_of_ranks(a, b, ranks, tile=TILES[tile])
+    a, b = operands(1000, 384, 3072, "gemm_nt")
+    got = triton_kernels.gemm_nt_of_ranks(a, b, ranks, tile=TILES[tile])
     assert torch.equal(bits(got), bits(of_ranks(a, b, ranks)))
 
 
@@ -129,8 +128,7 @@ def test_every_triton_tile_has_the_same_bits(tile, ranks):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_every_native_plan_has_the_same_bits(plan, ranks):
     """Slices of 3 blocks and more: they end at every stage of the ring."""
-    from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks
-
-    a, b = operands(1000, 712, 3072, True)
-    got = native_gemm_nt_of_ranks(a, b, ranks, plan=plan)
-    assert torch.equal(bits(got), bits(sliced_gemm_nt_of_ranks(a, b, ranks)))
+    a, b = operands(1000, 712, 3072, "gemm_nt")
+    call = GemmCall.over_ranks(a, b, ranks)
+    got = native_gemm_nt_of_ranks(call, plan=plan)
+    assert torch.equal(bits(got), bits(sliced_gemm_nt_of_ranks(call)))

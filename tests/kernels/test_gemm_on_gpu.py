@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The GEMM backends on a GPU: accuracy against float64, a row's bits in every batch, equality between backends."""
 
+from functools import partial
+
 import pytest
 import torch
 from backends import Backend, triton_kernels
@@ -11,6 +13,7 @@ from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.gemm_nt import TILES
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor
 
+GEMMS = ("gemm_nt", "wgrad")
 ROWS = (1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 1000, 4096)
 SHAPES = [(64, 256, 512), (129, 640, 1024), (1000, 384, 4096), (65, 130, 300), (1, 1, 1), (300, 200, 136)]
 
@@ -19,11 +22,9 @@ def cuda(q: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(q.qdata.cuda(), q.scales.cuda())
 
 
-def operands(
-    m: int, n: int, k: int, b_block_scaled: bool, rule: str = "fp32"
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+def operands(m: int, n: int, k: int, gemm: str, rule: str = "fp32") -> tuple[QuantizedTensor, QuantizedTensor]:
     """Heavy-tailed A and Gaussian B, quantized on the GPU, so in the memory layouts of the GEMMs."""
-    quantize_b = kernels.quantize_128x128 if b_block_scaled else kernels.quantize_1x128
+    quantize_b = kernels.quantize_128x128 if gemm == "gemm_nt" else kernels.quantize_1x128
     return kernels.quantize_1x128(heavy_tailed(m, k).cuda(), rule), quantize_b(gaussian(n, k).cuda(), rule)
 
 
@@ -36,62 +37,64 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def supporting(name: str, a, b, **arguments):
+def float64(gemm: str, a: QuantizedTensor, b: QuantizedTensor) -> torch.Tensor:
+    return getattr(reference, f"{gemm}_float64")(a, b)
+
+
+def supporting(name: str, gemm: str, a, b, **arguments):
     """Backend ``name``, or a skip where it is missing or does not support the shapes."""
     backend = Backend(name)
-    if not backend.supports_gemm_nt(a, b, **arguments):
+    if not backend.supports(gemm, a, b, **arguments):
         pytest.skip(f"{name} does not support this call here")
-    return backend
+    return getattr(backend, gemm)
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["triton", "vllm_cutlass"])
-def test_error_against_float64(name, shape, b_block_scaled, rule):
-    a, b = operands(*shape, b_block_scaled, rule)
-    want = reference.gemm_nt_float64(a, b, b_block_scaled=b_block_scaled)
+def test_error_against_float64(name, shape, gemm, rule):
+    if name not in kernels.OPERATIONS[gemm].backends["sm90"]:
+        pytest.skip(f"{gemm} has no backend {name}")
+    a, b = operands(*shape, gemm, rule)
+    want = float64(gemm, a, b)
     for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
         if name == "vllm_cutlass" and out_dtype == torch.float32:
             continue
-        backend = supporting(name, a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
-        got = backend.gemm_nt(a, b, b_block_scaled=b_block_scaled, out_dtype=out_dtype)
+        got = supporting(name, gemm, a, b, out_dtype=out_dtype)(a, b, out_dtype=out_dtype)
         assert got.dtype == out_dtype
         assert relative_error(got, want) < limit
 
 
 @pytest.mark.parametrize("tile", range(4))
-@pytest.mark.parametrize("b_block_scaled", [True, False])
-def test_every_triton_tile_gives_every_row_the_same_bits(b_block_scaled, tile):
-    a, b = operands(1000, 384, 2048, b_block_scaled)
-    arguments = {"b_block_scaled": b_block_scaled, "out_dtype": torch.float32}
-    want = triton_kernels.gemm_nt(a, b, **arguments, tile=TILES[0])
-    assert torch.equal(triton_kernels.gemm_nt(a, b, **arguments, tile=TILES[tile]), want)
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_every_triton_tile_gives_every_row_the_same_bits(gemm, tile):
+    a, b = operands(1000, 384, 2048, gemm)
+    product = partial(getattr(triton_kernels, gemm), a, b, out_dtype=torch.float32)
+    assert torch.equal(product(tile=TILES[tile]), product(tile=TILES[0]))
 
 
-@pytest.mark.parametrize("b_block_scaled", [True, False])
+@pytest.mark.parametrize("gemm", GEMMS)
 @pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (384, 1000)])
-def test_a_row_has_the_same_bits_in_every_batch(nk, b_block_scaled):
-    """Through the dispatch table: the choice of a backend by shape must not change a bit."""
-    a, b = operands(max(ROWS), *nk, b_block_scaled)
-    full = kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
+def test_a_row_has_the_same_bits_in_every_batch(nk, gemm):
+    """The choice of a backend by shape must not change a bit."""
+    a, b = operands(max(ROWS), *nk, gemm)
+    full = getattr(kernels, gemm)(a, b)
     for m in ROWS:
         part = QuantizedTensor(a.qdata[:m], a.scales[:m].t().contiguous().t())
-        got = kernels.gemm_nt(part, b, b_block_scaled=b_block_scaled)
+        got = getattr(kernels, gemm)(part, b)
         assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
 
-@pytest.mark.parametrize("operation", ["gemm_nt_128x128", "gemm_nt_1x128"])
-def test_backends_that_share_a_table_entry_agree_in_every_bit(operation):
-    names = kernels.OPERATIONS[operation].backends[kernels.platform_of(torch.device("cuda"))]
-    b_block_scaled = operation == "gemm_nt_128x128"
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_backends_agree_in_every_bit(gemm):
+    names = kernels.OPERATIONS[gemm].backends[kernels.platform_of(torch.device("cuda"))]
     for m, n, k in ((8, 6144, 4096), (1000, 4096, 12288)):
-        a, b = operands(m, n, k, b_block_scaled)
-        want = triton_kernels.gemm_nt(a, b, b_block_scaled=b_block_scaled)
+        a, b = operands(m, n, k, gemm)
+        want = getattr(triton_kernels, gemm)(a, b)
         for name in names:
-            if Backend(name).supports_gemm_nt(a, b, b_block_scaled=b_block_scaled):
-                got = Backend(name).gemm_nt(a, b, b_block_scaled=b_block_scaled)
-                assert torch.equal(bits(got), bits(want)), name
+            if Backend(name).supports(gemm, a, b):
+                assert torch.equal(bits(getattr(Backend(name), gemm)(a, b)), bits(want)), name
 
 
 def test_k_blocks_are_added_in_ascending_order():
@@ -101,22 +104,22 @@ def test_k_blocks_are_added_in_ascending_order():
     one = QuantizedTensor(qdata.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
     for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
         a = QuantizedTensor(one.qdata, torch.tensor([scales], device="cuda").repeat(64, 1))
-        got = kernels.gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32)
+        got = kernels.wgrad(a, one, out_dtype=torch.float32)
         assert (got == want).all()
 
 
-@pytest.mark.parametrize("b_block_scaled", [True, False])
-def test_all_ones_with_distinct_scales_sum_exactly(b_block_scaled):
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_all_ones_with_distinct_scales_sum_exactly(gemm):
     m, n, k = 200, 390, 5 * BLOCK
-    rows_b = -(-n // BLOCK) if b_block_scaled else n
+    rows_b = -(-n // BLOCK) if gemm == "gemm_nt" else n
     a_scales = 2.0 ** ((torch.arange(m)[:, None] * 5 + torch.arange(5)[None, :]) % 11 - 5.0)
     b_scales = 2.0 ** ((torch.arange(rows_b)[:, None] * 3 + torch.arange(5)[None, :] * 7) % 13 - 6.0)
     a, b = (
         QuantizedTensor(torch.ones(m, k).to(FP8_DTYPE), a_scales),
         QuantizedTensor(torch.ones(n, k).to(FP8_DTYPE), b_scales),
     )
-    got = kernels.gemm_nt(cuda(a), cuda(b), b_block_scaled=b_block_scaled, out_dtype=torch.float32)
-    wide = b_scales.repeat_interleave(BLOCK, dim=0)[:n] if b_block_scaled else b_scales
+    got = getattr(kernels, gemm)(cuda(a), cuda(b), out_dtype=torch.float32)
+    wide = b_scales.repeat_interleave(BLOCK, dim=0)[:n] if gemm == "gemm_nt" else b_scales
     assert torch.equal(got.cpu().double(), BLOCK * (a_scales.double() @ wide.double().t()))
 
 
@@ -125,14 +128,14 @@ def test_bias_is_added_before_the_one_rounding():
     a = QuantizedTensor(torch.ones(1, 1).to(FP8_DTYPE), torch.tensor([[257.0]]))
     b = QuantizedTensor(torch.ones(1, 1).to(FP8_DTYPE), torch.ones(1, 1))
     bias = torch.ones(1, dtype=torch.bfloat16, device="cuda")
-    assert kernels.gemm_nt(cuda(a), cuda(b), b_block_scaled=True, bias=bias).item() == 258.0
+    assert kernels.gemm_nt(cuda(a), cuda(b), bias).item() == 258.0
 
 
 def test_nan_qdata_poison_only_their_row():
     x = gaussian(200, 256)
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(130, 256).cuda(), "fp32")
-    y = kernels.gemm_nt(a, b, b_block_scaled=True)
+    y = kernels.gemm_nt(a, b)
     clean = torch.arange(200, device="cuda") != 150
     assert y[150].isnan().all()
     assert y[clean].isfinite().all()
@@ -143,5 +146,5 @@ def test_wgrad_from_the_layouts_of_the_backward():
     x, dy = gaussian(1003, 640).cuda(), heavy_tailed(1003, 384).cuda()
     relaid = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
     _, dy_t = kernels.quantize_1x128_and_128x1(dy, "fp32")
-    want = reference.gemm_nt_float64(dy_t, relaid, b_block_scaled=False)
-    assert relative_error(kernels.gemm_nt(dy_t, relaid, b_block_scaled=False, out_dtype=torch.float32), want) < 5e-4
+    want = reference.wgrad_float64(dy_t, relaid)
+    assert relative_error(kernels.wgrad(dy_t, relaid, out_dtype=torch.float32), want) < 5e-4

@@ -286,15 +286,15 @@ def test_a_build_without_nvcc_raises(monkeypatch, tmp_path):
 def test_the_package_runs_without_the_library(monkeypatch, tmp_path):
     import torch
 
-    from jetrl_verl.kernels import native
-    from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
-    from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
+    from jetrl_verl.kernels import dispatch, native
+    from jetrl_verl.reference import FP8_DTYPE, GemmCall, QuantizedTensor
 
     monkeypatch.setattr(native, "library_path", lambda: tmp_path / "libjetrl_sm90.so")
     native.unavailable.cache_clear()
     q = QuantizedTensor(torch.zeros(128, 128).to(FP8_DTYPE), torch.ones(128, 1))
-    assert not native_supports_gemm_nt(q, q, b_block_scaled=False)
+    call = GemmCall.by_tokens(q, q)
+    assert not dispatch.supports("wgrad", "native", call)
     sentence = "not built: install a wheel.*or run `python scripts/build_csrc.py`.*use backend triton"
     with pytest.raises(ValueError, match=sentence):
-        native_gemm_nt(q, q, b_block_scaled=False)
+        dispatch.implementation("wgrad", "native")(call)
     native.unavailable.cache_clear()

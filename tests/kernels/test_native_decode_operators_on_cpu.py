@@ -113,7 +113,7 @@ def test_unsupported_fp8_decode_steps_raise(changes, sentence):
     before = call["out"].clone()
     assert not native_supports_decode_attention(**call)
     with pytest.raises(ValueError, match="native does not support decode_attention .* use backend flash_attention_3"):
-        native_decode_attention(**call)
+        dispatch.implementation("decode_attention", "native")(**call)
     units = call["cache"].shape[2] if call["cache"].dim() == 4 else 1
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         torch.ops.jetrl_emulated.decode_attention(**call, units=units, cluster=1)
@@ -162,7 +162,7 @@ def test_unsupported_bf16_decode_steps_raise(changes, sentence):
     before = call["out"].clone()
     assert not native_supports_decode_attention_bf16(**call)
     with pytest.raises(ValueError, match="native does not support decode_attention_bf16 .* backend flash_attention_3"):
-        native_decode_attention_bf16(**call)
+        dispatch.implementation("decode_attention_bf16", "native")(**call)
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         torch.ops.jetrl_emulated.decode_attention_bf16(**call, cluster=1)
     assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
@@ -223,9 +223,9 @@ def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
         lengths, table = (torch.empty(*shape, dtype=torch.int32) for shape in ((requests,), (requests, 1)))
         call = q, *pages.unbind(1), lengths, table, 1.0, q
         by_shape = decodes_natively(requests, heads, kv_heads, pages.shape[4], pages.shape[2], pages.dtype)
-        backend, run = dispatch.choose("decode_attention_bf16", q.device, *call)
-        assert by_shape is (backend == "native")
-        if backend == "native":
+        run = dispatch.lookup("decode_attention_bf16", q.device, *call)
+        assert by_shape is (run is native_decode_attention_bf16)
+        if by_shape:
             # It has been asked whether it supports the call.
             monkeypatch.setattr(native, "unavailable", lambda: pytest.fail("asked again"))
             lengths.zero_()

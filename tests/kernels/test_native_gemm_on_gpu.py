@@ -11,13 +11,14 @@ A hung kernel cannot be interrupted, so a test that takes too long ends the proc
 
 import pytest
 import torch
-from backends import Backend
+from backends import CALLS, Backend, triton_kernels
 from contract_inputs import gaussian, heavy_tailed
-from test_gemm_on_gpu import bits, operands, relative_error
+from test_gemm_on_gpu import bits, float64, operands, relative_error
 
 from jetrl_verl import kernels, reference
-from jetrl_verl.kernels.gemm_nt import native_gemm_nt, triton_gemm_nt
-from jetrl_verl.kernels.native import Plan
+from jetrl_verl.kernels.gemm_nt import native_gemm_nt
+from jetrl_verl.kernels.native import DEFAULT_PLAN, Plan
+from jetrl_verl.kernels.wgrad import native_wgrad
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.constants import E4M3_NAN_BITS
 
@@ -33,8 +34,13 @@ WGRAD_PLANS = [Plan("", *tile) for tile in TILES]
 DECODE_PLANS = [(tokens, Plan("decode", rows)) for tokens in (16, 32, 64, 128) for rows in (16, 32, 48, 64)]
 
 
-def triton(a: QuantizedTensor, b: QuantizedTensor, **arguments) -> torch.Tensor:
-    return triton_gemm_nt(a, b, **arguments)
+def native(gemm: str, a: QuantizedTensor, b: QuantizedTensor, plan: Plan = DEFAULT_PLAN, out=None, **arguments):
+    run = {"gemm_nt": native_gemm_nt, "wgrad": native_wgrad}[gemm]
+    return run(CALLS[gemm](a, b, **arguments), plan=plan, out=out)
+
+
+def triton(gemm: str, a: QuantizedTensor, b: QuantizedTensor, **arguments) -> torch.Tensor:
+    return getattr(triton_kernels, gemm)(a, b, **arguments)
 
 
 def first_rows(q: QuantizedTensor, m: int) -> QuantizedTensor:
@@ -50,12 +56,14 @@ def padded(q: QuantizedTensor, columns: int = 64) -> QuantizedTensor:
     return QuantizedTensor(wide.view(FP8_DTYPE)[:, :k], q.scales)
 
 
-def poisoned_call(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16, **arguments):
+def poisoned_call(
+    gemm: str, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype = torch.bfloat16, **arguments
+):
     """The result, written into the middle of a matrix of NaN that must stay NaN around it."""
     m, n = a.qdata.shape[0], b.qdata.shape[0]
     around = torch.full((m + 2, n + 32), torch.nan, dtype=out_dtype, device="cuda")
     out = around[1:-1, 16:-16]
-    native_gemm_nt(a, b, out=out, out_dtype=out_dtype, **arguments)
+    native(gemm, a, b, out=out, out_dtype=out_dtype, **arguments)
     edges = (around[0], around[-1], around[:, :16], around[:, -16:])
     assert all(edge.isnan().all() for edge in edges), "a store outside the output"
     return out
@@ -63,39 +71,39 @@ def poisoned_call(a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 
 @pytest.mark.parametrize("plan", FPROP_PLANS, ids=str)
 def test_every_fprop_plan_matches_triton(plan):
-    a, b = operands(1000, 712, 1088, True)
-    got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
-    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True)))
+    a, b = operands(1000, 712, 1088, "gemm_nt")
+    got = poisoned_call("gemm_nt", padded(a), padded(b), plan=plan)
+    assert torch.equal(bits(got), bits(triton("gemm_nt", a, b)))
 
 
 @pytest.mark.parametrize(("tokens", "plan"), DECODE_PLANS, ids=str)
 def test_every_decode_plan_matches_triton(tokens, plan):
     for m in (tokens // 2 + 1, tokens):
-        a, b = operands(m, 712, 1088, True)
-        got = poisoned_call(padded(a), padded(b), b_block_scaled=True, plan=plan)
-        assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True)))
+        a, b = operands(m, 712, 1088, "gemm_nt")
+        got = poisoned_call("gemm_nt", padded(a), padded(b), plan=plan)
+        assert torch.equal(bits(got), bits(triton("gemm_nt", a, b)))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("plan", WGRAD_PLANS, ids=str)
 def test_every_wgrad_plan_matches_triton(plan, out_dtype):
-    a, b = operands(712, 1000, 1008, False)
-    got = poisoned_call(padded(a), padded(b), out_dtype, b_block_scaled=False, plan=plan)
-    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
+    a, b = operands(712, 1000, 1008, "wgrad")
+    got = poisoned_call("wgrad", padded(a), padded(b), out_dtype, plan=plan)
+    assert torch.equal(bits(got), bits(triton("wgrad", a, b, out_dtype=out_dtype)))
 
 
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("n", SIZES)
 def test_fprop_and_decode_at_every_tile_edge(n, k):
-    a, b = operands(max(EDGES), n, k, True)
-    want = triton(a, b, b_block_scaled=True)
-    exact = reference.gemm_nt_float64(a, b, b_block_scaled=True)
+    a, b = operands(max(EDGES), n, k, "gemm_nt")
+    want = triton("gemm_nt", a, b)
+    exact = reference.gemm_nt_float64(a, b)
     finite = exact.isfinite().all(dim=1)
-    assert relative_error(native_gemm_nt(a, b, b_block_scaled=True)[finite], exact[finite]) < 2.5e-3
+    assert relative_error(native("gemm_nt", a, b)[finite], exact[finite]) < 2.5e-3
     for m in EDGES:
         part = first_rows(a, m)
         for kernel in ("fprop", "decode"):
-            got = poisoned_call(part, b, b_block_scaled=True, plan=Plan(kernel))
+            got = poisoned_call("gemm_nt", part, b, plan=Plan(kernel))
             assert torch.equal(bits(got), bits(want[:m])), f"{kernel} M={m}"
 
 
@@ -107,43 +115,43 @@ def test_wgrad_from_the_layouts_of_the_backward(nk, tokens):
     a = kernels.quantize_1x128_and_128x1(dy, "fp32")[1]
     b = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
     for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
-        got = poisoned_call(a, b, out_dtype, b_block_scaled=False)
-        assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=False, out_dtype=out_dtype)))
-        exact = reference.gemm_nt_float64(a, b, b_block_scaled=False)
+        got = poisoned_call("wgrad", a, b, out_dtype)
+        assert torch.equal(bits(got), bits(triton("wgrad", a, b, out_dtype=out_dtype)))
+        exact = reference.wgrad_float64(a, b)
         finite = exact.isfinite().all(dim=1)
         assert relative_error(got[finite], exact[finite]) < limit
 
 
 @pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (448, 2368)])
 def test_a_row_has_the_same_bits_in_every_batch(nk):
-    a, b = operands(max(SAMPLED_ROWS), *nk, True)
-    full = native_gemm_nt(a, b, b_block_scaled=True)
+    a, b = operands(max(SAMPLED_ROWS), *nk, "gemm_nt")
+    full = native("gemm_nt", a, b)
     for m in SAMPLED_ROWS:
-        got = native_gemm_nt(first_rows(a, m), b, b_block_scaled=True)
+        got = native("gemm_nt", first_rows(a, m), b)
         assert torch.equal(bits(got), bits(full[:m])), f"M={m}"
 
 
 def test_native_gemm_matches_vllm_cutlass():
     for m, n, k in ((8, 6144, 4096), (64, 4096, 12288), (1000, 4096, 4096), (4096, 2368, 4736)):
-        a, b = operands(m, n, k, True)
+        a, b = operands(m, n, k, "gemm_nt")
         backend = Backend("vllm_cutlass")
-        if not backend.supports_gemm_nt(a, b, b_block_scaled=True):
+        if not backend.supports("gemm_nt", a, b):
             pytest.skip("vllm_cutlass is not here")
-        want = backend.gemm_nt(a, b, b_block_scaled=True)
-        assert torch.equal(bits(native_gemm_nt(a, b, b_block_scaled=True)), bits(want)), (m, n, k)
+        want = backend.gemm_nt(a, b)
+        assert torch.equal(bits(native("gemm_nt", a, b)), bits(want)), (m, n, k)
 
 
 @pytest.mark.parametrize(
-    ("m", "n", "k", "b_block_scaled"),
-    [(4096, 2368, 1024, True), (5, 6144, 2048, True), (64, 4736, 4096, True), (128, 4736, 4096, True)]
-    + [(2368, 1024, 1003, False)],
+    ("gemm", "m", "n", "k"),
+    [("gemm_nt", 4096, 2368, 1024), ("gemm_nt", 5, 6144, 2048), ("gemm_nt", 64, 4736, 4096)]
+    + [("gemm_nt", 128, 4736, 4096), ("wgrad", 2368, 1024, 1003)],
 )
-def test_a_hundred_repeats_give_the_same_bits(m, n, k, b_block_scaled):
+def test_a_hundred_repeats_give_the_same_bits(gemm, m, n, k):
     """Differences between repeats are races; fresh outputs show missing stores."""
-    a, b = operands(m, n, k, b_block_scaled) if b_block_scaled else wgrad_operands(m, n, k)
-    first = bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)).clone()
+    a, b = operands(m, n, k, gemm) if gemm == "gemm_nt" else wgrad_operands(m, n, k)
+    first = bits(poisoned_call(gemm, a, b)).clone()
     for _ in range(100):
-        assert torch.equal(bits(poisoned_call(a, b, b_block_scaled=b_block_scaled)), first)
+        assert torch.equal(bits(poisoned_call(gemm, a, b)), first)
 
 
 def wgrad_operands(n: int, k: int, tokens: int) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -163,20 +171,20 @@ def test_all_ones_with_distinct_scales_sum_exactly(kernel):
     wide = b_scales if kernel == "wgrad" else b_scales.repeat_interleave(BLOCK, dim=0)[:n]
     want = BLOCK * (a_scales.double() @ wide.double().t())
     if kernel == "wgrad":
-        got = native_gemm_nt(a, b, b_block_scaled=False, out_dtype=torch.float32)
+        got = native("wgrad", a, b, out_dtype=torch.float32)
         assert torch.equal(got.cpu().double(), want)
     else:
-        got = native_gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        got = native("gemm_nt", a, b, Plan(kernel))
         assert torch.equal(got.cpu(), want.bfloat16())
 
 
 @pytest.mark.parametrize("kernel", ["fprop", "decode"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bias_is_added_in_fp32_before_the_one_rounding(kernel, dtype):
-    a, b = operands(90, 712, 1024, True)
+    a, b = operands(90, 712, 1024, "gemm_nt")
     bias = (100 * gaussian(1, 712)[0]).to(dtype).cuda()
-    got = native_gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=Plan(kernel))
-    assert torch.equal(bits(got), bits(triton(a, b, b_block_scaled=True, bias=bias)))
+    got = native("gemm_nt", a, b, Plan(kernel), bias=bias)
+    assert torch.equal(bits(got), bits(triton("gemm_nt", a, b, bias=bias)))
 
 
 def test_k_blocks_are_added_in_ascending_order():
@@ -186,7 +194,7 @@ def test_k_blocks_are_added_in_ascending_order():
     one = QuantizedTensor(qdata.to(FP8_DTYPE), torch.ones(64, 3, device="cuda"))
     for scales, want in (([2.0**24, 1, 1], 2.0**24), ([1, 1, 2.0**24], 2.0**24 + 2)):
         a = QuantizedTensor(one.qdata, torch.tensor([scales], device="cuda").repeat(64, 1))
-        assert (native_gemm_nt(a, one, b_block_scaled=False, out_dtype=torch.float32) == want).all()
+        assert (native("wgrad", a, one, out_dtype=torch.float32) == want).all()
 
 
 def test_nan_qdata_poison_only_their_row():
@@ -194,20 +202,20 @@ def test_nan_qdata_poison_only_their_row():
     x[150, 200] = torch.inf
     a, b = kernels.quantize_1x128(x.cuda(), "fp32"), kernels.quantize_128x128(gaussian(136, 256).cuda(), "fp32")
     for kernel in ("fprop", "decode"):
-        y = native_gemm_nt(a, b, b_block_scaled=True, plan=Plan(kernel))
+        y = native("gemm_nt", a, b, Plan(kernel))
         assert y[150].isnan().all()
         assert y[torch.arange(300, device="cuda") != 150].isfinite().all()
 
 
 @pytest.mark.parametrize("m", [5, 1000])
 def test_a_cuda_graph_replays_the_same_bits(m):
-    a, b = operands(m, 712, 1024, True)
-    want = native_gemm_nt(a, b, b_block_scaled=True)
+    a, b = operands(m, 712, 1024, "gemm_nt")
+    want = native("gemm_nt", a, b)
     out = torch.empty_like(want)
     stream = torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        native_gemm_nt(a, b, b_block_scaled=True, out=out)
+        native("gemm_nt", a, b, out=out)
     for _ in range(3):
         out.fill_(torch.nan)
         graph.replay()
@@ -229,7 +237,7 @@ def quantize_and_multiply(xs, m: int, weight: QuantizedTensor, kept: torch.Tenso
         elif poison == "by a copy between":
             y.copy_(nothing)
         a = QuantizedTensor(qdata[-m:], scales[-m:])
-        native_gemm_nt(a, weight, b_block_scaled=True, out=y, static_weight=static_weight)
+        native("gemm_nt", a, weight, out=y, static_weight=static_weight)
         del qdata, scales, a  # the next repeat reuses their memory
         result.copy_(y)
 
@@ -265,7 +273,7 @@ def test_a_gemm_that_starts_early_matches_one_that_waits(nk, m, more_rows, poiso
 
 
 def test_the_operator_raises_for_out_of_bounds_calls():
-    a, b = operands(64, 64, 256, True)
+    a, b = operands(64, 64, 256, "gemm_nt")
     y = torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     forward = torch.ops.jetrl_native.fprop
     for arguments, sentence in (
@@ -293,20 +301,20 @@ def test_a_call_for_the_sanitizer(kernel, plan, columns):
     """Nothing but the kernel runs on the GPU: operands and the expected product come from the CPU. A tile's 17 K blocks
     go more than twice round the stages, and there are more tiles than multiprocessors: the pipeline continues across
     tiles, and FProp stores a tile during the first chains of the next. TMA copies column-major scales."""
-    block_scaled, k = not kernel.startswith("wgrad"), 16 * 128 + 16
+    gemm, k = "wgrad" if kernel.startswith("wgrad") else "gemm_nt", 16 * 128 + 16
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     tall = 130 if kernel == "decode" else 1032  # two tiles, or nine
     wide = plan.block * (sms // (2 if kernel == "decode" else 9) + 2) + 8
     assert -(-tall // 128) * -(-wide // plan.block) > sms
-    m, n = (tall, wide) if block_scaled else (wide, tall)  # rows of A in a tile of WGrad
-    quantize_b = reference.quantize_128x128 if block_scaled else reference.quantize_1x128
+    m, n = (tall, wide) if gemm == "gemm_nt" else (wide, tall)  # rows of A in a tile of WGrad
+    quantize_b = reference.quantize_128x128 if gemm == "gemm_nt" else reference.quantize_1x128
     a, b = reference.quantize_1x128(gaussian(m, k), "fp32"), quantize_b(gaussian(n, k), "fp32")
-    want = reference.gemm_nt_float64(a, b, b_block_scaled=block_scaled)
+    want = float64(gemm, a, b)
     if columns:
         a, b = (QuantizedTensor(q.qdata, q.scales.t().contiguous().t()) for q in (a, b))
     a, b = (QuantizedTensor(q.qdata.cuda(), q.scales.cuda()) for q in (a, b))
     out_dtype = torch.float32 if kernel == "wgrad in FP32" else torch.bfloat16
-    got = poisoned_call(a, b, out_dtype, b_block_scaled=block_scaled, plan=plan)
+    got = poisoned_call(gemm, a, b, out_dtype, plan=plan)
     assert relative_error(got.cpu(), want) < 2.5e-3
 
 
@@ -319,6 +327,6 @@ def test_a_decode_step_for_the_sanitizer():
         y = x
         for weight in weights:
             a = kernels.quantize_1x128(y, "fp32")
-            y = native_gemm_nt(a, weight, b_block_scaled=True, static_weight=static_weight)
+            y = native("gemm_nt", a, weight, static_weight=static_weight)
         found.append(y)
     assert torch.equal(bits(found[0]), bits(found[1])) and found[0].isfinite().all()

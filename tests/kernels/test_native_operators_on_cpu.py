@@ -34,14 +34,14 @@ from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
     native_grouped_gemm_nt_of_ranks,
-    native_grouped_wgrad,
     native_supports_grouped_gemm_nt_of_ranks,
     native_supports_grouped_wgrad,
 )
 from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
 from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
 from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
-from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor, k_slices, sum_of_ranks
+from jetrl_verl.kernels.wgrad import native_wgrad
+from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, GemmCall, QuantizedTensor, k_slices, sum_of_ranks
 from jetrl_verl.tools.doctor import self_check
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("on_a_cpu")]
@@ -62,53 +62,56 @@ def test_doctor_self_check_matches_the_reference(monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [None, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("plan", [None, native.Plan("fprop", 128, 2), native.Plan("decode", 32, 1)])
+@pytest.mark.parametrize("plan", [native.Plan(), native.Plan("fprop", 128, 2), native.Plan("decode", 32, 1)])
 @pytest.mark.parametrize("m", [1, 20, 130])
 def test_a_forward_product(m, plan, bias):
     a, b = operands(m, 72, 336, True)
     bias = None if bias is None else (torch.arange(72) / 8 - 4).to(bias)
     want = product(a, b, True) + (0 if bias is None else bias.double())
-    got = native_gemm_nt(a, b, b_block_scaled=True, bias=bias, plan=plan, static_weight=m == 20)
+    got = native_gemm_nt(GemmCall.by_weight(a, b, bias, static_weight=m == 20), plan=plan)
     assert torch.equal(got, want.bfloat16())
 
 
-@pytest.mark.parametrize("plan", [None, native.Plan(block=64, cluster=2)])
+@pytest.mark.parametrize("plan", [native.Plan(), native.Plan(block=64, cluster=2)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("m", [1, 20, 130])
 def test_a_sum_of_ranks_products(m, ranks, plan):
     a, b = operands(m, 72, 4 * BLOCK, True)
     slices = zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)
     want = sum_of_ranks([product(x, w, True).bfloat16() for x, w in slices])
-    assert torch.equal(native_gemm_nt_of_ranks(a, b, ranks, plan=plan), want)
-    assert torch.equal(sliced_gemm_nt_of_ranks(a, b, ranks), want)
+    call = GemmCall.over_ranks(a, b, ranks)
+    assert torch.equal(native_gemm_nt_of_ranks(call, plan=plan), want)
+    assert torch.equal(sliced_gemm_nt_of_ranks(call), want)
 
 
 def test_a_sum_of_ranks_products_with_a_bias_uses_backend_slices():
     a, b = operands(20, 72, 2 * BLOCK, True)
     bias = torch.arange(72).bfloat16() / 8
-    assert dispatch.supports("gemm_nt_of_ranks", "native", a, b, 2)
-    assert not dispatch.supports("gemm_nt_of_ranks", "native", a, b, 2, bias)
-    with pytest.raises(ValueError, match="over 2 ranks with a bias; use backend triton"):
-        native_gemm_nt_of_ranks(a, b, 2, bias)
-    assert dispatch.supports("gemm_nt_of_ranks", "slices", a, b, 2, bias)
+    call = GemmCall.over_ranks(a, b, 2, bias)
+    assert dispatch.supports("gemm_nt_of_ranks", "native", GemmCall.over_ranks(a, b, 2))
+    assert not dispatch.supports("gemm_nt_of_ranks", "native", call)
+    with pytest.raises(ValueError, match="native does not support gemm_nt_of_ranks of .*; use backend triton"):
+        dispatch.implementation("gemm_nt_of_ranks", "native")(call)
+    assert dispatch.supports("gemm_nt_of_ranks", "slices", call)
     first, second = (product(x, w, True) for x, w in zip(k_slices(a, 2), k_slices(b, 2), strict=True))
     want = sum_of_ranks([(first + bias.double()).bfloat16(), second.bfloat16()])
-    assert torch.equal(sliced_gemm_nt_of_ranks(a, b, 2, bias), want)
+    assert torch.equal(sliced_gemm_nt_of_ranks(call), want)
 
 
 @pytest.mark.parametrize("block", [0, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_weight_gradient(dtype, block):
     a, b = operands(136, 72, 331, False)
-    got = native_gemm_nt(a, b, b_block_scaled=False, out_dtype=dtype, plan=native.Plan(block=block))
+    got = native_wgrad(GemmCall.by_tokens(a, b, dtype), plan=native.Plan(block=block))
     assert torch.equal(got, product(a, b, False).to(dtype))
 
 
 def test_results_are_written_to_the_callers_rows():
     a, b = operands(20, 72, 144, True)
     around = torch.full((22, 80), torch.nan, dtype=torch.bfloat16)
-    assert native_gemm_nt(a, b, b_block_scaled=True, out=around[1:-1, :72]).data_ptr() == around[1].data_ptr()
-    assert torch.equal(around[1:-1, :72], product(a, b, True).bfloat16())
+    out = around[1:-1, :72]
+    assert native_gemm_nt(GemmCall.by_weight(a, b), out=out).data_ptr() == around[1].data_ptr()
+    assert torch.equal(out, product(a, b, True).bfloat16())
     assert around.isnan().sum() == around.numel() - 20 * 72
 
 
@@ -199,7 +202,7 @@ def test_sizes_beyond_32_bits_raise():
 def test_overlapping_rows_are_not_supported():
     a, b = operands(20, 72, 144, True)
     a = QuantizedTensor(a.qdata[:1].expand(20, 144), a.scales)
-    assert not native_supports_gemm_nt(a, b, b_block_scaled=True)
+    assert not native_supports_gemm_nt(GemmCall.by_weight(a, b))
 
 
 def laid_out(x: torch.Tensor, draw: random.Random) -> torch.Tensor:
@@ -229,17 +232,16 @@ def any_gemm(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
     m, n, k = (draw.choice(sizes) for sizes in ([1, 8, 40, 129], [8, 72, 130, 136], [16, 100, 144, 272]))
     block_scaled = draw.random() < 0.5
     a, b = (relaid(q, draw) for q in operands(m, n, k, block_scaled, draw.randrange(9)))
-    options = {"b_block_scaled": block_scaled, "out_dtype": draw.choice([torch.bfloat16, torch.float32])}
-    want = product(a, b, block_scaled)
-    if draw.random() < 0.3:
+    out_dtype = draw.choice([torch.bfloat16, torch.float32])
+    want, bias = product(a, b, block_scaled), None
+    if block_scaled and draw.random() < 0.3:
         bias = torch.arange(2 * n)[:: draw.choice([1, 2])][:n] / 8
-        options["bias"] = bias.to(draw.choice([torch.bfloat16, torch.float32, torch.float16]))
-        want += options["bias"].double()
-    return (
-        native_supports_gemm_nt(a, b, **options),
-        partial(native_gemm_nt, a, b, **options),
-        [want.to(options["out_dtype"])],
-    )
+        bias = bias.to(draw.choice([torch.bfloat16, torch.float32, torch.float16]))
+        want += bias.double()
+    gemm = "gemm_nt" if block_scaled else "wgrad"
+    call = GemmCall.by_weight(a, b, bias, out_dtype) if block_scaled else GemmCall.by_tokens(a, b, out_dtype)
+    supported = dispatch.supports(gemm, "native", call)
+    return supported, partial(dispatch.implementation(gemm, "native"), call), [want.to(out_dtype)]
 
 
 def any_transposition(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
@@ -259,7 +261,8 @@ def any_gated_mlp(draw: random.Random) -> tuple[bool, Callable, list[torch.Tenso
     shape = draw.choice([1, 5, 130]), draw.choice([128, 200, 256])
     x = [laid_out(one, draw) for one in silu_operands(*shape, draw.randrange(9))]
     want = [part for y in silu_gradients(*x) for q in reference.quantize_1x128_and_128x1(y, "pow2") for part in q]
-    return native_supports_silu_mul_backward(*x), partial(native_silu_mul_backward_quantize, *x, "pow2"), want
+    run = dispatch.implementation("silu_mul_backward_quantize", "native")
+    return native_supports_silu_mul_backward(*x), partial(run, *x, "pow2"), want
 
 
 def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
@@ -274,11 +277,13 @@ def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch
         b.qdata.view(torch.uint8).zero_()
     if draw.random() < 0.1:
         start = start.repeat_interleave(2)[::2]
-    plan = draw.choice([None, native.Plan("fprop"), native.Plan("decode")])
+    plan = draw.choice([native.Plan(), native.Plan("fprop"), native.Plan("decode")])
     align = 4 if (start % 4 == 0).all() else 1
-    call = partial(native_grouped_gemm_nt_of_ranks, a, b, start, ranks, align, plan=plan)
+    supported = native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks)
+    run = dispatch.implementation("grouped_gemm_nt_of_ranks", "native")
+    run = partial(native_grouped_gemm_nt_of_ranks, plan=plan) if supported else run
     want = [reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)]
-    return native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks), call, want
+    return supported, partial(run, a, b, start, ranks, align), want
 
 
 def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:
@@ -290,7 +295,7 @@ def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torc
     dy, x = (native_emulator.operand(columns, tokens, columns, draw.choice([0, 1, 2])) for columns in (n, k))
     if draw.random() < 0.2:
         dy = relaid(dy, draw)
-    call = partial(native_grouped_wgrad, dy, x, start)
+    call = partial(dispatch.implementation("grouped_wgrad", "native"), dy, x, start)
     return native_supports_grouped_wgrad(dy, x, start), call, [reference.grouped_wgrad(dy, x, start)]
 
 

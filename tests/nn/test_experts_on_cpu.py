@@ -119,12 +119,12 @@ def by_hand(
         row = reference.quantize_1x128(x[token : token + 1], RULE)
         parts = [[] for _ in range(ranks)]
         for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
-            gate, up = reference.gemm_nt(row, gate_up_weight[expert], b_block_scaled=True).chunk(2, dim=1)
+            gate, up = reference.gemm_nt(row, gate_up_weight[expert]).chunk(2, dim=1)
             silu = (gate.double() * gate.double().sigmoid()).float()
             inner = reference.quantize_1x128((silu * up.float() * weight).bfloat16(), RULE)
             slices = zip(*(reference.k_slices(q, ranks) for q in (inner, down_weight[expert])), strict=True)
             for part, (a, b) in zip(parts, slices, strict=True):
-                part.append(reference.gemm_nt(a, b, b_block_scaled=True))
+                part.append(reference.gemm_nt(a, b))
         summed = []
         for part in parts:
             acc = part[0].float()

@@ -11,8 +11,8 @@ import torch
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import _unwritten
-from jetrl_verl.kernels import native
-from jetrl_verl.kernels.decode_attention import choose_cluster, native_is_best_for_decode_attention_bf16
+from jetrl_verl.kernels import dispatch, native
+from jetrl_verl.kernels.decode_attention import choose_cluster, native_decode_attention_bf16
 from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
@@ -243,7 +243,10 @@ def test_the_native_kernel_computes_the_probes_pages_where_it_is_built(monkeypat
     calls, stock = [], kernels.decode_attention_bf16
 
     def decode(q, *call):
-        calls.append(native_is_best_for_decode_attention_bf16(q, *call, torch.empty_like(q)))
+        with monkeypatch.context() as on_hopper:
+            on_hopper.setattr(dispatch, "platform_of", lambda device: "sm90")
+            run = dispatch.lookup("decode_attention_bf16", CPU, q, *call, torch.empty_like(q))
+        calls.append(run is native_decode_attention_bf16)
         return stock(q, *call)
 
     monkeypatch.setattr(kernels, "decode_attention_bf16", decode)

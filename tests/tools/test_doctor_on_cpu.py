@@ -19,8 +19,8 @@ from jetrl_verl.tools.doctor.diagnosis import NOTE, OK, WRONG, Finding
 GPU = {"name": "NVIDIA H200", "capability": [9, 0], "free": 140 * 2**30, "total": 141 * 2**30}
 HOPPER = {
     "platform": "sm90",
-    "operations": {"quantize_1x128": "triton", "gemm_nt_128x128": "vllm_cutlass, else triton"},
-    "last": {"quantize_1x128": "triton", "gemm_nt_128x128": "triton"},
+    "operations": {"quantize_1x128": "triton", "gemm_nt": "vllm_cutlass, else triton"},
+    "last": {"quantize_1x128": "triton", "gemm_nt": "triton"},
     "unavailable": {},
     "elsewhere": ["reference"],
 }
@@ -94,7 +94,7 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     assert doctor.verdict(findings) == "This machine runs every precision on 1 GPU."
     assert not any(finding.subject == doctor.SHARED for finding in findings)
     shown = [finding.detail for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
-    assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt_128x128"]
+    assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt"]
 
 
 def test_real_processes_diagnose_this_machine():
@@ -194,13 +194,13 @@ def test_a_better_backend_that_cannot_run_is_a_note_with_its_reason(gpu_machine)
     findings = doctor.diagnose()
     assert wrong(findings) == []
     kernels = [finding for finding in findings if finding.subject == "kernels, sm90"]
-    assert "triton: quantize_1x128, gemm_nt_128x128" in [finding.detail for finding in kernels]
+    assert "triton: quantize_1x128, gemm_nt" in [finding.detail for finding in kernels]
     assert "vllm_cutlass is not used: ImportError: vllm._C" in [finding.detail for finding in kernels]
 
 
 def test_an_operation_without_any_backend_is_wrong(gpu_machine):
     gpu_machine["kernels"]["devices"]["cuda:0"]["unavailable"] = {"triton": "ImportError: no triton"}
-    assert {f.subject for f in wrong(doctor.diagnose())} == {"quantize_1x128 on cuda:0", "gemm_nt_128x128 on cuda:0"}
+    assert {f.subject for f in wrong(doctor.diagnose())} == {"quantize_1x128 on cuda:0", "gemm_nt on cuda:0"}
 
 
 def test_an_unavailable_backend_reports_its_own_error(monkeypatch):

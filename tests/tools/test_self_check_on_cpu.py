@@ -39,7 +39,7 @@ def test_the_reference_alone_has_no_outcome():
 @of_every_call
 def test_one_wrong_number_in_any_tensor_is_reported(call, monkeypatch):
     right = dispatch.implementation(call.operation, "reference")
-    tensors = len(self_check._tensors(right(*call.arguments, **call.options)))
+    tensors = len(self_check._tensors(right(*call.arguments)))
     plant(monkeypatch, call, right)
     assert of(call) == ""
 
@@ -83,7 +83,7 @@ def test_an_unavailable_or_unsupporting_backend_is_not_called(monkeypatch):
 def test_every_native_kernel_supports_its_call(call, monkeypatch):
     monkeypatch.setattr(native, "unavailable", lambda: None)
     if "native" in dispatch.OPERATIONS[call.operation].backends["sm90"]:
-        assert dispatch.supports(call.operation, "native", *call.arguments, **call.options)
+        assert dispatch.supports(call.operation, "native", *call.arguments)
 
 
 def test_every_exact_operation_of_a_mixture_is_checked():

@@ -14,7 +14,7 @@ import torch
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import BLOCK, GemmCall, QuantizedTensor
 from jetrl_verl.tools.doctor import LINEARS, MIXTURES
 
 _RULE = "fp32"
@@ -28,7 +28,6 @@ class Call(NamedTuple):
     name: str
     operation: str
     arguments: tuple
-    options: dict[str, Any] = {}
 
 
 class Outcome(NamedTuple):
@@ -81,11 +80,10 @@ def calls() -> tuple[Call, ...]:
     segments = reference.segments(reference.top_k(logits, _PER_TOKEN), _EXPERTS, BLOCK)
     # Kernels need not write after the last segment.
     quantized, gathered = rows(tokens), (segments.pair[: int(segments.start[-1])], _PER_TOKEN)
-    block, group = {"b_block_scaled": True}, {"b_block_scaled": False}
     return (
-        Call(LINEARS, "FProp", "gemm_nt_128x128", (rows(200), weight), block),
-        Call(LINEARS, "FProp of few rows", "gemm_nt_128x128", (rows(5), weight), block),
-        Call(LINEARS, "WGrad", "gemm_nt_1x128", (dy, x), group),
+        Call(LINEARS, "FProp", "gemm_nt", (GemmCall.by_weight(rows(200), weight),)),
+        Call(LINEARS, "FProp of few rows", "gemm_nt", (GemmCall.by_weight(rows(5), weight),)),
+        Call(LINEARS, "WGrad", "wgrad", (GemmCall.by_tokens(dy, x),)),
         Call(LINEARS, "re-layout", "relayout_128x1", (rows(200), _RULE)),
         Call(LINEARS, "transposed weight", "transpose_128x128", (weight,)),
         Call(MIXTURES, "router's choice", "route", (logits, _PER_TOKEN, True)),
@@ -124,15 +122,15 @@ def outcomes(device: torch.device) -> list[Outcome]:
 
 
 def _of_call(call: Call, device: torch.device) -> Iterator[Outcome]:
-    want = _tensors(dispatch.implementation(call.operation, "reference")(*call.arguments, **call.options))
+    want = _tensors(dispatch.implementation(call.operation, "reference")(*call.arguments))
     for backend in dispatch.candidates(call.operation, device):
         if backend == "reference" or why_not(backend):
             continue
         try:
             arguments = [_moved(argument, device) for argument in call.arguments]
-            if not dispatch.supports(call.operation, backend, *arguments, **call.options):
+            if not dispatch.supports(call.operation, backend, *arguments):
                 continue
-            result = _tensors(dispatch.implementation(call.operation, backend)(*arguments, **call.options))
+            result = _tensors(dispatch.implementation(call.operation, backend)(*arguments))
             error = _difference([tensor.cpu() for tensor in result], want)
         except Exception as failure:  # compilers and drivers raise anything
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
@@ -142,6 +140,8 @@ def _of_call(call: Call, device: torch.device) -> Iterator[Outcome]:
 def _moved(argument: Any, device: torch.device) -> Any:
     if isinstance(argument, QuantizedTensor):
         return QuantizedTensor(argument.qdata.to(device), argument.scales.to(device))
+    if isinstance(argument, GemmCall):
+        return GemmCall(*(_moved(part, device) for part in argument))
     return argument.to(device) if isinstance(argument, torch.Tensor) else argument
 
 

@@ -54,7 +54,8 @@ def checkout(tmp_path_factory) -> Path:
 @pytest.fixture
 def tree(checkout, tmp_path):
     """A copy to change."""
-    return shutil.copytree(checkout, tmp_path / "tree", symlinks=True)
+    ignored = shutil.ignore_patterns("*.egg-info", "*.tar.gz", "*.whl")
+    return shutil.copytree(checkout, tmp_path / "tree", ignore=ignored, symlinks=True)
 
 
 def built(tree: Path, what: str, pattern: str) -> Path:

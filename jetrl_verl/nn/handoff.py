@@ -4,7 +4,7 @@
 
 q, k and v are a norm's only readers, and so are gate and up; vLLM's norms do the same (rollout/shared_operations.py). A
 stock norm gets a forward hook; a shared one (train/shared_operations.py) quantizes in its kernel. Each call asks
-whether the readers accept it: a BF16 shadow forward turns them into ``nn.Linear`` (algorithms/shadow.py).
+whether the readers accept it: a BF16 shadow forward turns them into ``nn.Linear`` (train/shadow.py).
 """
 
 from collections.abc import Sequence

@@ -8,9 +8,35 @@ micro-batch; qdata and transposes stay with them (nn/weight_cache.py). No bit of
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+from jetrl_verl.train.feature import Feature, logger
+
+_FREES_EACH_PASS = (
+    "jetrl: jetrl.gathered=batch has no effect on the %s, whose FSDP1 reshards after every forward and backward. "
+    "Set %s.strategy=fsdp2."
+)
+
+
+class GatheredOnce(Feature):
+    @classmethod
+    def applies(cls, config: JetFSDPEngineConfig) -> bool:
+        return config.jetrl.gathered == "batch"
+
+    def install(self, module: torch.nn.Module) -> None:
+        if self.config.strategy != "fsdp2" and self.engine.rank == 0:
+            # The critic alone: verl's default for it is FSDP1, also in jobs without one, so the driver cannot warn.
+            logger.warning(_FREES_EACH_PASS, self.config.jetrl_role, self.config.jetrl_role)
+
+    def forward_backward_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.config.strategy != "fsdp2":
+            return stock(*args, **kwargs)
+        with gathered_once(self.engine.module, self.config.reshard_after_forward):
+            return stock(*args, **kwargs)
 
 
 @contextmanager

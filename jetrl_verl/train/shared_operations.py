@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
@@ -134,7 +136,7 @@ def _attention_forward(
 
 @dataclass
 class TokenNumbers:
-    """Per-token values that ``lm_head`` returns instead of logits.
+    """Numbers of each token that the model returns instead of logits.
 
     Attributes:
         rows: ``[B, S]`` bool, the tokens; None for all.
@@ -147,18 +149,21 @@ class TokenNumbers:
     kept_bytes: int = KEPT_BYTES
 
 
-def _logits_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Logits ``[B, S, V]``, or the values that :func:`ask_for` requested."""
-    asked, self.asked = self.asked, None
-    if asked is None:
+def _model_forward(
+    self: nn.Module, input_ids: torch.Tensor | None = None, *, token_numbers: TokenNumbers | None = None, **inputs: Any
+) -> CausalLMOutputWithPast:
+    """``logits [B, S, V]``, or a tuple of the ``token_numbers``."""
+    hidden_states = self.get_decoder()(input_ids=input_ids, **inputs).last_hidden_state
+    return CausalLMOutputWithPast(logits=self.get_output_embeddings()(hidden_states, token_numbers))
+
+
+def _logits_forward(
+    self: nn.Module, hidden_states: torch.Tensor, numbers: TokenNumbers | None = None
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if numbers is None:
         return mask_unused(kernels.logits(hidden_states, self.weight), self.used_vocabulary)
-    hidden = hidden_states.flatten(0, 1) if asked.rows is None else hidden_states[asked.rows]
-    return per_token(hidden, self.weight, asked.compute, used=self.used_vocabulary, kept_bytes=asked.kept_bytes)
-
-
-def ask_for(head: nn.Module, numbers: TokenNumbers) -> None:
-    """Make the next forward of ``head`` (lm_head) return a tuple of ``numbers`` as ``logits``."""
-    head.asked = numbers
+    hidden = hidden_states.flatten(0, 1) if numbers.rows is None else hidden_states[numbers.rows]
+    return per_token(hidden, self.weight, numbers.compute, used=self.used_vocabulary, kept_bytes=numbers.kept_bytes)
 
 
 def _refuse_attention(*_: Any, **__: Any) -> None:
@@ -183,8 +188,6 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         Unsupported: the family or the configuration is not covered.
         UnsupportedConfiguration: a module is not covered.
     """
-    from transformers import AttentionInterface
-
     config = model.config
     family = models.family(config)
     family.check_operations(config)
@@ -230,7 +233,8 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     rotary.shared_table = kernels.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
-    head.asked, head.used_vocabulary = None, None
+    head.used_vocabulary = None
+    model.forward = MethodType(_model_forward, model)
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION

@@ -83,10 +83,10 @@ def measure(folder: Path) -> tuple[Rows, Rows]:
     with vllm_engine.cpu_settings():
         sampled = sample(folder)
 
-    from jetrl_verl.algorithms.shadow import bf16_linears
     from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.nn.replace import replace_linears
-    from jetrl_verl.train.engine import mask_unused_vocabulary
+    from jetrl_verl.train.shadow import bf16_linears
+    from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
     model, tokenizer = load_policy(folder)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE, backward="fp8")

@@ -286,6 +286,7 @@ def test_the_engines_log_probabilities_are_the_shared_functions(cpu_platform, re
 
     from jetrl_verl.config import JetConfig, JetFSDPEngineConfig
     from jetrl_verl.train.engine import JetFSDPEngine
+    from jetrl_verl.train.token_numbers import SharedOperations
 
     engine = object.__new__(JetFSDPEngine)
     options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
@@ -301,7 +302,7 @@ def test_the_engines_log_probabilities_are_the_shared_functions(cpu_platform, re
         dict(use_remove_padding=remove_padding, temperature=temperature, calculate_entropy=True, pad_token_id=0),
     )
     model = shared("qwen3")
-    engine._jetrl_head = model.lm_head
+    engine._features = (SharedOperations(engine),)
     with torch.no_grad():
         inputs, arguments = engine.prepare_model_inputs(micro_batch)
         outputs = engine.prepare_model_outputs(model(**inputs, use_cache=False), arguments, micro_batch, None)

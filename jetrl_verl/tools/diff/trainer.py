@@ -96,8 +96,8 @@ class Trainer:
     ) -> None:
         from transformers.utils import is_flash_attn_2_available
 
-        from jetrl_verl.train.engine import mask_unused_vocabulary
         from jetrl_verl.train.shared_operations import share_operations
+        from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
         self._device, self._vocabulary, self._temperature = device, vocabulary, temperature
         self._shared = options is not None and options.operations == "shared"

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.algorithms.calibrated_clipping import RatioStatistics
+from jetrl_verl.train.shadow import CalibratedClipping
 
 SEQUENCES, PROMPT, RESPONSE = 4, 3, 20
 LEARNING_RATE, CLIP_LOW = 2e-3, 0.45
@@ -22,10 +23,10 @@ LEARNING_RATE, CLIP_LOW = 2e-3, 0.45
 negative-advantage tokens under 1 - CLIP_LOW and a third between the two bounds, however BF16 products round."""
 
 
-def build_actor(folder: str, train: str = "fp8"):
+def build_actor(folder: str, train: str = "fp8", clip: str = "calibrated"):
     """Actor engine, under FP8 with calibrated clipping every second step."""
     options = {
-        "fp8": dict(precision="jet_fp8", clip="calibrated", clip_interval=2),
+        "fp8": dict(precision="jet_fp8", clip=clip, clip_interval=2),
         "bf16": dict(precision="fp8_rollout"),
     }
     return build(folder, optimizer={"lr": LEARNING_RATE}, train=train, **options[train])
@@ -112,8 +113,8 @@ def step(
 
 
 def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
-    plain, shadowed, bf16 = build_actor(folder), build_actor(folder), build_actor(folder, train="bf16")
-    plain.calibrated_clip = None
+    plain, shadowed = build_actor(folder, clip="fixed"), build_actor(folder)
+    bf16 = build_actor(folder, train="bf16")
     loss, plain_loss = actor_loss(), actor_loss()
 
     # Step 1 collects nothing and has the initial bounds.
@@ -131,7 +132,7 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     expected, undisturbed = step(plain, rank, plain_loss, dynamic, lambda: weights.append(full_weights(plain)))
     assert torch.equal(inferred["log_probs"].values(), undisturbed["log_probs"].values())
     assert metrics["grad_norm"] == expected["grad_norm"]
-    statistics = shadowed.calibrated_clip.statistics
+    statistics = shadowed.feature(CalibratedClipping).clip.statistics
     assert sum(statistics.tokens) == 2 * SEQUENCES * RESPONSE, "two updates on every token"
 
     # The shadow is the policy that precision=bf16 would train.
@@ -171,12 +172,12 @@ def bounds_survive_a_resume(rank: int, folder: str, disks: str) -> None:
     for _ in range(2):
         step(engine, rank, loss)
     engine.save_checkpoint(checkpoint, global_step=2)
-    clip = engine.calibrated_clip
+    clip = engine.feature(CalibratedClipping).clip
     assert (clip.low, clip.high) != (0.6, 1.8), "saved after the calibration"
     resumed = build_actor(folder)
     resumed.load_checkpoint(checkpoint, del_local_after_load=False)
     assert (Path(checkpoint) / "calibrated_clip.json").exists() == (rank == 0)
-    assert resumed.calibrated_clip.state_dict() == clip.state_dict()
+    assert resumed.feature(CalibratedClipping).clip.state_dict() == clip.state_dict()
     assert step(engine, rank, loss)[0]["grad_norm"] == step(resumed, rank, actor_loss())[0]["grad_norm"]
 
 

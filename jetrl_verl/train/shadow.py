@@ -15,28 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch import nn
 from verl.utils.device import get_device_id
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
+from jetrl_verl.train.feature import Feature, from_rank_0
 
 SHADOW = "shadow_log_probs"
 """Field of a batch: log-probabilities of the BF16 forward at pi_old, nested like verl's ``log_probs``."""
 
+REACHES = ("verl.workers.engine.fsdp.transformer_impl:FSDPEngine.get_data_parallel_group",)
+"""What this file uses of verl through values; scripts/reach.py watches it."""
+
 _RATIO = "shadow_log_ratio"
 _STATE_FILE = "calibrated_clip.json"
-
-
-def from_rank_0(value: Any) -> Any:
-    """Rank 0's ``value`` on every rank, since its files may be on no other machine. Collective."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
 
 
 @contextmanager
@@ -58,33 +56,31 @@ def bf16_linears(model: nn.Module) -> Iterator[None]:
             layer.drop_qdata()
 
 
-class ShadowForwards:
-    """Mixin of verl's FSDP engine for calibrated clipping, active if ``calibrated_clip`` is set.
+class CalibratedClipping(Feature):
+    """The bounds are written into ``clip_ratio_low`` and ``clip_ratio_high`` of the loss function's actor config, so
+    any loss that reads them is calibrated."""
 
-    ``train_batch`` writes its bounds into ``clip_ratio_low`` and ``clip_ratio_high`` of the loss function's actor
-    config, so any loss that reads them is calibrated.
-    """
-
-    calibrated_clip: CalibratedClip | None = None
     _nominal_low: float | None = None
 
-    def infer_batch(self, data: TensorDict, loss_function: Callable | None = None) -> Any:
+    @classmethod
+    def applies(cls, config: JetFSDPEngineConfig) -> bool:
+        return config.jetrl_role == "actor" and config.jetrl.clip == "calibrated"
+
+    def install(self, module: nn.Module) -> None:
+        self.clip = CalibratedClip(self.options.clip_interval)
+
+    def infer_batch(self, stock: Callable, data: TensorDict, loss_function: Callable | None = None) -> Any:
         """verl's inference; a calibration step adds the BF16 policy's log-probabilities."""
-        outputs = super().infer_batch(data, loss_function)
-        clip = self.calibrated_clip
-        if clip is None or loss_function is not None:
-            return outputs
-        clip.start_step(get_device_id(), self.get_data_parallel_group())
-        if clip.calibrating:
-            outputs["model_output"][SHADOW] = self._bf16_log_probs(data)
+        outputs = stock(data, loss_function)
+        if loss_function is None:
+            self.clip.start_step(get_device_id(), self.engine.get_data_parallel_group())
+            if self.clip.calibrating:
+                outputs["model_output"][SHADOW] = self._bf16_log_probs(data)
         return outputs
 
-    def train_batch(self, data: TensorDict, loss_function: Callable) -> Any:
+    def train_batch(self, stock: Callable, data: TensorDict, loss_function: Callable) -> Any:
         """verl's update under the calibrated bounds; a calibration step adds its tokens to the statistics."""
-        clip = self.calibrated_clip
-        if clip is None:
-            return super().train_batch(data, loss_function)
-        config = loss_function.keywords["config"]
+        config, clip = loss_function.keywords["config"], self.clip
         if self._nominal_low is None:
             self._nominal_low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
         # verl's configs are frozen; verl assigns engine.strategy this way, too.
@@ -94,38 +90,37 @@ class ShadowForwards:
             ratio = self._bf16_log_probs(data).values() - data[SHADOW].values().to(get_device_id())
             data[_RATIO] = torch.nested.nested_tensor_from_jagged(ratio, data[SHADOW].offsets().to(ratio.device))
             loss_function = self._observed(loss_function)
-        outputs = super().train_batch(data, loss_function)
+        outputs = stock(data, loss_function)
         outputs["metrics"]["actor/clip_lower_bound"] = [clip.low]
         outputs["metrics"]["actor/clip_upper_bound"] = [clip.high]
         return outputs
 
-    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(self, stock: Callable, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint and the bounds."""
-        super().save_checkpoint(local_path, *args, **kwargs)
-        if self.calibrated_clip is not None:
-            self.calibrated_clip.finish(self.get_data_parallel_group())
-            if self.rank == 0:
-                (Path(local_path) / _STATE_FILE).write_text(json.dumps(self.calibrated_clip.state_dict()))
+        stock(local_path, *args, **kwargs)
+        self.clip.finish(self.engine.get_data_parallel_group())
+        if self.engine.rank == 0:
+            (Path(local_path) / _STATE_FILE).write_text(json.dumps(self.clip.state_dict()))
 
-    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+    def load_checkpoint(self, stock: Callable, local_path: str, *args: Any, **kwargs: Any) -> None:
         """Inverse of :meth:`save_checkpoint`; without saved bounds they keep their initial values."""
-        if self.calibrated_clip is not None and local_path is not None:
-            saved = Path(local_path) / _STATE_FILE
-            state = from_rank_0(json.loads(saved.read_text()) if self.rank == 0 and saved.exists() else None)
-            if state is not None:
-                self.calibrated_clip.load_state_dict(state)
-        super().load_checkpoint(local_path, *args, **kwargs)
+        saved = Path(local_path) / _STATE_FILE
+        state = from_rank_0(json.loads(saved.read_text()) if self.engine.rank == 0 and saved.exists() else None)
+        if state is not None:
+            self.clip.load_state_dict(state)
+        stock(local_path, *args, **kwargs)
 
     def _bf16_log_probs(self, data: TensorDict) -> torch.Tensor:
         """Log-probabilities of every token under BF16 linear layers, nested ``[sequences, tokens]`` FP32."""
-        with bf16_linears(self.module):
-            return super().infer_batch(data)["model_output"]["log_probs"].to(get_device_id())
+        with bf16_linears(self.engine.module):
+            outputs = FSDPEngineWithLMHead.infer_batch(self.engine, data)
+        return outputs["model_output"]["log_probs"].to(get_device_id())
 
     def _observed(self, loss_function: Callable) -> Callable:
         def observe(model_output: dict, data: TensorDict, dp_group: Any = None) -> Any:
             fields = data.select("old_log_probs", "advantages", "response_mask").to_padded_tensor()
             log_prob = no_padding_2_padding(model_output["log_probs"].detach(), data)
-            self.calibrated_clip.statistics.add(
+            self.clip.statistics.add(
                 torch.exp(log_prob - fields["old_log_probs"]),
                 torch.exp(no_padding_2_padding(data[_RATIO], data)),
                 fields["advantages"],

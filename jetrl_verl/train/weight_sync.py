@@ -1,0 +1,84 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's weight sync (sync/wire.py), and its size and duration among the metrics."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from verl.utils.device import get_device_name
+from verl.utils.fsdp_utils import fsdp_version
+from verl.utils.model import convert_weight_keys
+
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+from jetrl_verl.sync.wire import SyncStatistics, quantized_by
+from jetrl_verl.train.checkpoints import KeptScales
+from jetrl_verl.train.feature import Feature
+from jetrl_verl.train.flat_gather import FlatGather
+from jetrl_verl.train.gather import Gather
+from jetrl_verl.train.metrics import Metrics
+from jetrl_verl.train.weight_stream import stated_routing, weight_stream
+
+
+class WeightSync(Feature):
+    _flat: FlatGather | None = None
+    """Under FSDP1, made at the first sync from the wrapped module."""
+
+    @classmethod
+    def applies(cls, config: JetFSDPEngineConfig) -> bool:
+        return config.jetrl_role == "actor"
+
+    def install(self, module: torch.nn.Module) -> None:
+        self._statistics = SyncStatistics()
+        self._routing = stated_routing(module)
+        # vLLM reads from the same field whether the head is the embedding.
+        self._tied = bool(self.engine.model_config.hf_config.tie_word_embeddings)
+        self._gather = Gather(partial(quantized_by, self.engine.jetrl_plans), self._tied)
+
+    def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
+        """Stream of the weight sync (sync/wire.py)."""
+        module, plans = self.engine.module, self.engine.jetrl_plans
+        self._statistics = SyncStatistics()
+        device = torch.device(get_device_name())
+        # As verl's own stream, without adapters, which are not supported.
+        if fsdp_version(module) == 2:
+            params = convert_weight_keys(module.state_dict(keep_vars=True), module)
+            gather = self._gather
+            weights = gather.stream(params, device, self._statistics)
+        else:
+            gather = self._flat_gather()
+            weights = gather.stream(device, self._statistics)
+        kept, metrics = self.engine.feature(KeptScales), self.engine.feature(Metrics)
+        stream = weight_stream(
+            weights,
+            self.options,
+            plans,
+            device,
+            self._statistics,
+            kept.scales if kept is not None else None,
+            metrics.quantization if metrics is not None else None,
+            ranks=self.config.jetrl_rollout_tp,
+            routing=self._routing,
+            tied=gather.tied,
+        )
+        return stream, None
+
+    def _flat_gather(self) -> FlatGather:
+        if self._flat is None:
+            module = self.engine.module
+
+            def sent_as(name: str) -> str:
+                return next(iter(convert_weight_keys({name: None}, module.module)))
+
+            quantized = partial(quantized_by, self.engine.jetrl_plans)
+            self._flat = FlatGather(module, quantized, self._tied, sent_as)
+        return self._flat
+
+    def train_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adds the last weight sync's size and duration to the metrics."""
+        outputs, sync = stock(*args, **kwargs), self._statistics
+        if sync.bytes:
+            outputs["metrics"]["jetrl/sync_megabytes"] = [sync.bytes / 2**20]
+            outputs["metrics"]["jetrl/sync_stock_megabytes"] = [sync.stock_bytes / 2**20]
+            outputs["metrics"]["jetrl/sync_seconds"] = [sync.seconds]
+        return outputs

@@ -6,7 +6,7 @@ The trainer quantizes a weight ``[N, K]`` once, sends qdata and scales, and both
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -55,16 +55,25 @@ class Format(ABC):
 
     Attributes:
         traits: see catalog.py.
-        dtype: of the qdata, one byte an element.
+        dtype: of the qdata, one byte an entry.
         rows_per_scale, columns_per_scale: of a weight that share a scale; None: all columns.
-        accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input.
+        scale_dtype: of the scales.
+        accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input. If so, the format has the
+            operations before it, with the arguments of ``kernels.<operation>_quantize_1x128``: ``rms_norm`` and
+            ``silu_mul`` (differentiable), ``add_rms_norm``, ``combine_add_rms_norm`` and ``silu_mul_inference``.
     """
 
     traits: Traits
     dtype: torch.dtype
     rows_per_scale: int
     columns_per_scale: int | None
+    scale_dtype: torch.dtype = torch.float32
     accepts_quantized: bool = False
+    rms_norm: Callable[..., QuantizedTensor]
+    add_rms_norm: Callable[..., tuple[QuantizedTensor, torch.Tensor]]
+    combine_add_rms_norm: Callable[..., tuple[QuantizedTensor, torch.Tensor]]
+    silu_mul: Callable[..., QuantizedTensor]
+    silu_mul_inference: Callable[..., QuantizedTensor]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -107,6 +116,10 @@ class Format(ABC):
         """
 
     # Shapes
+
+    def qdata_shape(self, n: int, k: int) -> tuple[int, int]:
+        """Shape of the qdata of a weight ``[n, k]``."""
+        return n, k
 
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
         """Shape of the scales of a weight ``[n, k]``."""

@@ -61,18 +61,18 @@ class _ExpertsFunction(torch.autograd.Function):
         rows, columns = number_format.experts_gradient(dout, segments, rule, colwise=needs_down)
         if needs_down:
             h = number_format.colwise(QuantizedTensor(h_qdata, h_scales), rule)
-            ddown_weight = kernels.grouped_wgrad(columns, h, start).to(down_weight.dtype)
+            ddown_weight = number_format.experts_wgrad(columns, h, start).to(down_weight.dtype)
             del h
         del columns
         dh = number_format.experts_dgrad(rows, layer.down_qdata(down_weight), start)
         del rows
         if layer.on_backward is not None:
             layer.on_backward(dh, gate_up, weights, segments)
-        rows, columns, dweights = kernels.weighted_silu_mul_backward_quantize(dh, gate_up, weights, pair, rule)
+        rows, columns, dweights = number_format.weighted_silu_mul_backward(dh, gate_up, weights, pair, rule)
         del dh, gate_up
         if needs_gate_up:
             x = number_format.experts_colwise(QuantizedTensor(x_qdata, x_scales), segments, rule)
-            dgate_up_weight = kernels.grouped_wgrad(columns, x, start).to(gate_up_weight.dtype)
+            dgate_up_weight = number_format.experts_wgrad(columns, x, start).to(gate_up_weight.dtype)
             del x
         del columns  # before the terms of dX, the peak of backward
         if needs_x:

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from jetrl_verl import kernels
-from jetrl_verl.kernels import silu_mul_backward_quantize
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.linear import JetLinear, is_plain
@@ -50,7 +48,7 @@ class _GatedProduct(torch.autograd.Function):
         gate, up = (layer.fprop(quantized, weight, None) for layer, weight in zip(layers, weights, strict=True))
         ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up)
         keep(ctx, *weights)
-        product = kernels.silu_mul_quantize_1x128(gate, up, layers[0].scale_rule)
+        product = layers[0].format.silu_mul(gate, up, layers[0].scale_rule)
         ctx.mark_non_differentiable(product.qdata, product.scales)
         ctx.set_materialize_grads(False)  # no zeros for the qdata's gradients
         return product.source.reshape(*x.shape[:-1], product.source.shape[-1]), product.qdata, product.scales
@@ -60,9 +58,9 @@ class _GatedProduct(torch.autograd.Function):
     def backward(ctx, dy: torch.Tensor, *_):
         x_qdata, x_scales, gate, up = ctx.saved_tensors
         needs_x, *needs_w = ctx.needs_input_grad[:3]
-        rule = ctx.layers[0].scale_rule
+        number_format, rule = ctx.layers[0].format, ctx.layers[0].scale_rule
         dy = as_type(as_rows(dy), torch.bfloat16)
-        gate_rowwise, gate_colwise, up_rowwise, up_colwise = silu_mul_backward_quantize(dy, gate, up, rule)
+        gate_rowwise, gate_colwise, up_rowwise, up_colwise = number_format.silu_mul_backward(dy, gate, up, rule)
         del dy, gate, up  # before the products need memory; one layer's qdata is freed before the other's are read
         qdata = [(up_rowwise, up_colwise), (gate_rowwise, gate_colwise)]
         del gate_rowwise, gate_colwise, up_rowwise, up_colwise

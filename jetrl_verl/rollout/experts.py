@@ -87,8 +87,8 @@ class JetExpertsMethod(FusedMoEMethodBase):
         self.config.check_dtype(params_dtype)
         inner = intermediate_size_per_partition
         for name, n, k in (("w13_weight", 2 * inner, hidden_size), ("w2_weight", hidden_size, inner)):
-            qdata = torch.empty(num_experts, n, k, dtype=self.format.dtype)
-            scales = torch.ones(num_experts, *self.format.scales_shape(n, k), dtype=torch.float32)
+            qdata = torch.empty(num_experts, *self.format.qdata_shape(n, k), dtype=self.format.dtype)
+            scales = torch.ones(num_experts, *self.format.scales_shape(n, k), dtype=self.format.scale_dtype)
             layer.register_parameter(name, torch.nn.Parameter(qdata, requires_grad=False))
             layer.register_parameter(name + SCALE_SUFFIX, torch.nn.Parameter(scales, requires_grad=False))
             set_weight_attrs(layer.get_parameter(name), attributes)
@@ -147,11 +147,6 @@ class SharedMixture(Qwen3MoeSparseMoeBlock):
         if self.tp_size > 1 and not ordered:
             raise ValueError(f"shared operations: experts over {self.tp_size} GPUs need reduction=ordered")
         self.method: JetExpertsMethod = routed.quant_method
-
-    @property
-    def rule(self) -> str:
-        """Scale rule of the preceding norm's qdata."""
-        return self.method.config.scale_rule
 
     def forward(self, x: QuantizedTensor) -> torch.Tensor | UncombinedRows:
         """``x`` with its BF16 rows as source -> rows for the following norm to add, or ``[T, H]`` BF16."""

@@ -179,7 +179,7 @@ class JetLinearMethod(LinearMethodBase):
         weight_loader = extra_weight_attrs["weight_loader"]
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes
-        qdata = torch.empty(rows, columns, dtype=self.format.dtype)
+        qdata = torch.empty(self.format.qdata_shape(rows, columns), dtype=self.format.dtype)
         weight = ModelWeightParameter(data=qdata, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight" + SCALE_SUFFIX, self._scales(layer, rows, columns, weight_loader))
@@ -187,8 +187,8 @@ class JetLinearMethod(LinearMethodBase):
     def _scales(
         self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
     ) -> BasevLLMParameter:
-        """FP32 scales of a ``[rows, columns]`` weight, in the parameter class that vLLM's loaders place them by."""
-        scales = torch.ones(self.format.scales_shape(rows, columns), dtype=torch.float32)
+        """Scales of a ``[rows, columns]`` weight, in the parameter class that vLLM's loaders place them by."""
+        scales = torch.ones(self.format.scales_shape(rows, columns), dtype=self.format.scale_dtype)
         if self.format.columns_per_scale is None:
             return ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=weight_loader)
         # Read by vLLM's block-scale loaders to place a merged or sharded piece.

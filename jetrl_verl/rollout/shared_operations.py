@@ -17,6 +17,7 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
+from jetrl_verl.formats.format import Format
 from jetrl_verl.models import Family, family
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
@@ -44,10 +45,11 @@ class _ReadByLinear:
     """Mixin of vLLM classes whose result may be read by one quantized linear layer alone.
 
     Attributes:
-        reader_rule: scale rule of that layer; None if there is none, and the result is a BF16 tensor.
+        reader_format: of that layer; None if there is none, and the result is a BF16 tensor. reader_rule: its rule.
         keeps_rows: whether the BF16 rows go along with the qdata, for a mixture's router or ``jetrl diff``.
     """
 
+    reader_format: Format | None = None
     reader_rule: str | None = None
     keeps_rows = False
 
@@ -60,19 +62,19 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
             refuse("norm_in_vllm")
 
     def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
-        weight, eps, rule = self.weight, self.variance_epsilon, self.reader_rule
+        weight, eps, reader, rule = self.weight, self.variance_epsilon, self.reader_format, self.reader_rule
         if isinstance(x, UncombinedRows):  # after a mixture, so with a residual
             call = *x, residual, weight, eps
-            if rule is None:
+            if reader is None:
                 return kernels.combine_add_rms_norm(*call)
-            return kernels.combine_add_rms_norm_quantize_1x128(*call, rule, with_normed=self.keeps_rows)
+            return reader.combine_add_rms_norm(*call, rule, with_normed=self.keeps_rows)
         if residual is None:
-            if rule is None:
+            if reader is None:
                 return kernels.rms_norm(x, weight, eps)
-            return kernels.rms_norm_quantize_1x128(x, weight, eps, rule)
-        if rule is None:
+            return reader.rms_norm(x, weight, eps, rule)
+        if reader is None:
             return kernels.add_rms_norm(x, residual, weight, eps)
-        return kernels.add_rms_norm_quantize_1x128(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
+        return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
 
 
 class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
@@ -83,10 +85,9 @@ class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
 
     def _forward_shared(self, x: torch.Tensor) -> torch.Tensor | QuantizedTensor:
         gate, up = x.chunk(2, dim=-1)
-        if self.reader_rule is None:
+        if self.reader_format is None:
             return kernels.silu_mul(gate, up)
-        rule, keeps = self.reader_rule, self.keeps_rows
-        return kernels.silu_mul_quantize(gate, up, rule, with_product=keeps, with_colwise=False)[0]
+        return self.reader_format.silu_mul_inference(gate, up, self.reader_rule, with_product=self.keeps_rows)
 
 
 class _SharedRotary:
@@ -208,7 +209,7 @@ def share_operations(
             if isinstance(operation, _ReadByLinear) and name in names.readers:
                 method = getattr(parent.get_submodule(names.readers[name]), "quant_method", None)
                 if isinstance(method, JetLinearMethod) and method.format.accepts_quantized:
-                    operation.reader_rule = method.config.scale_rule
+                    operation.reader_format, operation.reader_rule = method.format, method.config.scale_rule
     if names.experts is not None:
         _share_mixtures(model, names, ordered)
 
@@ -218,4 +219,5 @@ def _share_mixtures(model: torch.nn.Module, names: Family, ordered: bool) -> Non
     for layer in model.get_submodule(names.layers):
         block = share_experts(layer.get_submodule(names.experts.block), ordered)
         norm = layer.get_submodule(names.post_norm)
-        norm.reader_rule, norm.keeps_rows = block.rule, True
+        norm.reader_format, norm.reader_rule = block.method.format, block.method.config.scale_rule
+        norm.keeps_rows = True

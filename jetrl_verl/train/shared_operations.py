@@ -21,7 +21,6 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.kernels.rms_norm import rms_norm_quantize_1x128
 from jetrl_verl.models.families.base import Experts, Family, leaf
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.chunked_logits import KEPT_BYTES, Compute, mask_unused, per_token
@@ -68,7 +67,8 @@ def _norm_forward_for(
     """Forward of a norm whose result only ``readers`` read."""
     if not accept_quantized(readers):
         return _norm_forward(self, hidden_states)
-    return rms_norm_quantize_1x128(hidden_states, self.weight, self.variance_epsilon, readers[0].scale_rule)
+    reader = readers[0]
+    return reader.format.rms_norm(hidden_states, self.weight, self.variance_epsilon, reader.scale_rule)
 
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
@@ -79,7 +79,7 @@ def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: 
             return down(gated_product(x, gate, up))
     if not accept_quantized((down,)):
         return down(kernels.silu_mul(gate(x), up(x)))
-    return down(kernels.silu_mul_quantize_1x128(gate(x), up(x), down.scale_rule))
+    return down(down.format.silu_mul(gate(x), up(x), down.scale_rule))
 
 
 def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -272,7 +272,7 @@ def test_quantizing_before_the_linear_changes_no_bit(rollout, monkeypatch):
     assert steps > 0 and calls == {"fprop": 2 * steps, "fprop_quantized": 2 * 3 * steps}
     for module in rollout.worker.model_runner.model.modules():
         if hasattr(module, "reader_rule"):
-            monkeypatch.setattr(module, "reader_rule", None)
+            monkeypatch.setattr(module, "reader_format", None)
     calls.clear()
     assert torch.equal(vllm_engine.prompt_log_probs(rollout.llm, prompt), qdata)
     assert calls == {"fprop": 2 * 4 * steps}

@@ -20,8 +20,8 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
 from jetrl_verl.rollout.vllm_compat import RowParallelLinear, VllmConfig, get_tp_group, tensor_model_parallel_all_reduce
-from jetrl_verl.sync.operations_probe import products_of_ranks
 
 MAX_ORDER_INVARIANT_RANKS = 2
 """Up to this many ranks any order of addition has the same bits, if it rounds to nearest."""

@@ -18,6 +18,7 @@ import torch
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.sums import odd_constants, row_sums
+from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 _LENGTHS = (5, 1, 149)
@@ -266,36 +267,6 @@ def _results_of_mixture(device: torch.device) -> dict[str, torch.Tensor]:
             kernels.combine_add_rms_norm_quantize_1x128(*norm_inputs, "fp32", with_normed=False)[0]
         ),
     }
-
-
-_PRODUCTS = ((1, 256), (65, 4096), (160, 4096))
-"""Shapes of products that ranks add: vLLM's all-reduces change at 256 KiB, 512 KiB and more, ours at 1 MiB."""
-
-
-def products_of_ranks(
-    device: torch.device, ranks: int, shapes: Sequence[tuple[int, int]] = _PRODUCTS
-) -> list[list[torch.Tensor]]:
-    """BF16 products of all ranks for each of ``shapes`` (rows, columns), whose sum rounds differently in another order.
-
-    At each element two ranks, which vary, have a number and its negative, so large that FP32 rounds what is added in
-    between. Every fourth element, and all of two ranks, have plain numbers, whose sum shows the rounding mode.
-    """
-    batches = []
-    for rows, columns in shapes:
-        place = torch.arange(rows * columns, device=device).view(rows, columns)
-        # Integers of at most 8 bits times powers of two, the same on every device.
-        products = [(place * (2 * rank + 37) % 251 - 125).float() for rank in range(ranks)]
-        first = place % ranks
-        second = (first + 1 + place // ranks % max(1, ranks - 1)) % ranks
-        large = 2.0**20 * (place % 101 + 27)
-        cancels = (place % 4 > 0) & (ranks > 2)
-        for rank, product in enumerate(products):
-            # Exponents apart, so that the sum does not fit into BF16.
-            product *= 2.0 ** (3 * (rank % 3))
-            for chosen, sign in ((first, 1), (second, -1)):
-                product[cancels & (chosen == rank)] = sign * large[cancels & (chosen == rank)]
-        batches.append([product.to(torch.bfloat16) for product in products])
-    return batches
 
 
 def stated_reduction(

@@ -13,8 +13,8 @@ from jetrl_verl import kernels, reference
 from jetrl_verl.kernels.gemm_nt import TILES
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.native import Plan
+from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
 from jetrl_verl.reference import GemmCall, QuantizedTensor, k_slices
-from jetrl_verl.sync.operations_probe import products_of_ranks
 
 pytestmark = pytest.mark.timeout(240, method="thread")
 

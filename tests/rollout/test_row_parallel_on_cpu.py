@@ -13,7 +13,8 @@ from tiny_models import tiny_model
 from two_processes import run_in_processes
 
 from jetrl_verl import kernels
-from jetrl_verl.sync.operations_probe import products_of_ranks, stated_reduction
+from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
+from jetrl_verl.sync.operations_probe import stated_reduction
 
 
 @pytest.mark.parametrize("ranks", [3, 4, 8])

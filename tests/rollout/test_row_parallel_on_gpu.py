@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
 from jetrl_verl.rollout.row_parallel import ALGORITHM, IN_ONE_STAGE
-from jetrl_verl.sync.operations_probe import products_of_ranks
 
 pytestmark = pytest.mark.timeout(60, method="thread")
 

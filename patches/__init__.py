@@ -27,8 +27,9 @@ MODULES = (
 
 
 def all_patches() -> "list[Patch]":
-    """Every patch in the order of ``MODULES``. Imports torch and parts of verl."""
-    return [patch for name in MODULES for patch in importlib.import_module(f"{__name__}.{name}").PATCHES]
+    """Every patch for the installed versions in the order of ``MODULES``. Imports torch and parts of verl."""
+    modules = [importlib.import_module(f"{__name__}.{name}") for name in MODULES]
+    return [patch for module in modules for patch in module.PATCHES if patch.applies]
 
 
 def installed_states() -> "list[tuple[Patch, str]]":

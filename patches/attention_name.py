@@ -38,8 +38,7 @@ def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config:
 
 CONFIGURATION = Patch(
     replaces="verl.utils.model:update_model_config",
-    version="0.9.1",
-    sha256="1d048eca5b897ace15d7154d3e90d3a42062801b7520b6580419cbeb3308b5c9",
+    sha256={"0.9.1": "1d048eca5b897ace15d7154d3e90d3a42062801b7520b6580419cbeb3308b5c9"},
     by=update_model_config,
     symptom="a checkpoint's config.json names the trainer's attention, and only processes with this plugin load it",
     upstream="the field is harmless for names that transformers knows; no issue is known",
@@ -48,8 +47,7 @@ CONFIGURATION = Patch(
 )
 VALUE_HEAD = Patch(
     replaces="verl.utils.model:load_valuehead_model",
-    version="0.9.1",
-    sha256="1f3cfb11a7e64db21ff9384bc03f7b4a54fd3b8f8ce87376d2b3c892719e4da8",
+    sha256={"0.9.1": "1f3cfb11a7e64db21ff9384bc03f7b4a54fd3b8f8ce87376d2b3c892719e4da8"},
     by=load_valuehead_model,
     symptom="a critic asks for flash-attn whatever override_config.attn_implementation says, and fails without it",
     upstream="the name is written into the call; no issue is known",

@@ -81,8 +81,7 @@ _UNTIL = "verl lets a plugin see a batch before its update and add metrics of it
 
 OLD_LOG_PROBS = Patch(
     replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_old_log_prob",
-    version="0.9.1",
-    sha256="ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a",
+    sha256={"0.9.1": "ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a"},
     by=compute_old_log_prob,
     symptom="nothing would compare the rollout's log-probabilities with a forward under jetrl.old_log_probs=rollout",
     upstream=_UPSTREAM,
@@ -91,8 +90,7 @@ OLD_LOG_PROBS = Patch(
 )
 ADVANTAGES = Patch(
     replaces="verl.trainer.ppo.v1.utils:compute_advantage_for_multi_trajectories",
-    version="0.9.1",
-    sha256="02bc276ce9ab6bb6a2bbedf0dc24fec51e484bcf29b8ff478507d4cf5569c6bd",
+    sha256={"0.9.1": "02bc276ce9ab6bb6a2bbedf0dc24fec51e484bcf29b8ff478507d4cf5569c6bd"},
     by=compute_advantage_for_multi_trajectories,
     symptom="nothing can change a batch's importance weights, so correction=adaptive would correct nothing",
     upstream=_UPSTREAM,
@@ -101,8 +99,7 @@ ADVANTAGES = Patch(
 )
 STEP_METRICS = Patch(
     replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_advantage",
-    version="0.9.1",
-    sha256="0dafb1d9183d6b0c65f2af06bd5cfa00536e32f6921222bf212ebcfd13600253",
+    sha256={"0.9.1": "0dafb1d9183d6b0c65f2af06bd5cfa00536e32f6921222bf212ebcfd13600253"},
     by=compute_advantage,
     symptom="the metrics rollout_corr/truncated/* and rollout_corr/adaptive/* are missing",
     upstream=_UPSTREAM,
@@ -111,8 +108,7 @@ STEP_METRICS = Patch(
 )
 MISMATCH = Patch(
     replaces="verl.utils.debug.metrics:calculate_debug_metrics",
-    version="0.9.1",
-    sha256="779da67ff4de8c8a6a409b199c8376c8219eb7649157f0be798609bd3d362d8b",
+    sha256={"0.9.1": "779da67ff4de8c8a6a409b199c8376c8219eb7649157f0be798609bd3d362d8b"},
     by=calculate_debug_metrics,
     symptom="the metrics training/rollout_log_probs_diff_* are missing",
     upstream=_UPSTREAM,
@@ -121,8 +117,7 @@ MISMATCH = Patch(
 )
 POLICY_LOSS = Patch(
     replaces="verl.trainer.ppo.core_algos:get_policy_loss_fn",
-    version="0.9.1",
-    sha256="7e7d3bf3e63688b03129ca9571f67e986f01b37446a0e363c4b391898a583bc7",
+    sha256={"0.9.1": "7e7d3bf3e63688b03129ca9571f67e986f01b37446a0e363c4b391898a583bc7"},
     by=get_policy_loss_fn,
     symptom="the metrics actor/jetrl/clipped/* and actor/jetrl/advantage/* are missing",
     upstream=_UPSTREAM,

@@ -52,8 +52,7 @@ def find_latest_ckpt_path(stock, path: str | None, *args: Any, **kwargs: Any) ->
 
 TRACKER = Patch(
     replaces="verl.utils.checkpoint.checkpoint_manager:find_latest_ckpt_path",
-    version="0.9.1",
-    sha256="f832df1548752dfb2fa96f03a784035d75eb83c7e100eb1f66e0518786a27cea",
+    sha256={"0.9.1": "f832df1548752dfb2fa96f03a784035d75eb83c7e100eb1f66e0518786a27cea"},
     by=find_latest_ckpt_path,
     symptom="a run whose latest checkpoint is gone starts from scratch without a word",
     upstream="nothing that verl resumes from is verified; no issue is known",

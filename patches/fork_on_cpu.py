@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's engine processes fork on the CPU platform (jetrl_verl/cpu_platform.py).
 
-Inside a Ray actor vLLM 0.24.0 spawns engine core and worker, and each imports torch, vLLM and verl again: 40 s of
+Inside a Ray actor vLLM spawns engine core and worker, and each imports torch, vLLM and verl again: 40 s of
 processor time, a third of a launch on two cores. Spawning protects CUDA contexts and executors that call Ray; neither
 exists here.
 """
@@ -21,8 +21,10 @@ def _maybe_force_spawn(stock) -> None:
 
 FORK = Patch(
     replaces="vllm.utils.system_utils:_maybe_force_spawn",
-    version="0.24.0",
-    sha256="ddbca04673593e5408b3cc89ed76e52389991f1afd2c7889abb6a33d58924a5f",
+    sha256={
+        "0.24.0": "ddbca04673593e5408b3cc89ed76e52389991f1afd2c7889abb6a33d58924a5f",
+        "0.29.0": "ddbca04673593e5408b3cc89ed76e52389991f1afd2c7889abb6a33d58924a5f",
+    },
     by=_maybe_force_spawn,
     symptom="an engine on the CPU takes 40 s of processor time longer to start",
     upstream="spawning inside Ray actors is deliberate; no issue asks for an exception where no accelerator exists",

@@ -28,8 +28,7 @@ def load_fsdp_model_to_gpu(stock, model: Any) -> None:
 
 NO_PINNED_MEMORY = Patch(
     replaces="verl.utils.fsdp_utils:apply_fsdp2",
-    version="0.9.1",
-    sha256="543167296822eecd41afacc043e98cbb83017d015c3c669e55ce13834a1bc857",
+    sha256={"0.9.1": "543167296822eecd41afacc043e98cbb83017d015c3c669e55ce13834a1bc857"},
     by=apply_fsdp2,
     symptom="a reference policy under FSDP2 cannot be built without a GPU driver",
     upstream="verl has no CPU platform; no issue asks for one",
@@ -38,8 +37,7 @@ NO_PINNED_MEMORY = Patch(
 )
 NOTHING_TO_LOAD = Patch(
     replaces="verl.utils.fsdp_utils:load_fsdp_model_to_gpu",
-    version="0.9.1",
-    sha256="edb01926e36c0ca18a6995c531cf2d4546b4091f8e3651cdb62ead51af153359",
+    sha256={"0.9.1": "edb01926e36c0ca18a6995c531cf2d4546b4091f8e3651cdb62ead51af153359"},
     by=load_fsdp_model_to_gpu,
     symptom="the first weight sync under FSDP1 ends at the device string cpu:cpu",
     upstream="verl has no CPU platform; no issue asks for one",

@@ -137,8 +137,10 @@ _UNTIL = "verl's server asks vLLM for what it reads alone"
 
 OUTPUTS = Patch(
     replaces="vllm.v1.engine.output_processor:OutputProcessor.add_request",
-    version="0.24.0",
-    sha256="aac8b9b79c4bbaa34ac232e635a17fbd64e6934768ac5d92f6e37ea7ee977b97",
+    sha256={
+        "0.24.0": "aac8b9b79c4bbaa34ac232e635a17fbd64e6934768ac5d92f6e37ea7ee977b97",
+        "0.29.0": "aac8b9b79c4bbaa34ac232e635a17fbd64e6934768ac5d92f6e37ea7ee977b97",
+    },
     by=add_request,
     symptom=_SYMPTOM,
     upstream=_UPSTREAM,
@@ -147,8 +149,7 @@ OUTPUTS = Patch(
 )
 REQUESTS = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
-    version="0.9.1",
-    sha256="994d55e1584a3cc988f8b7f2754d553d1cbb66e97c510cefce0909ae4e97057f",
+    sha256={"0.9.1": "994d55e1584a3cc988f8b7f2754d553d1cbb66e97c510cefce0909ae4e97057f"},
     by=generate,
     symptom=_SYMPTOM,
     upstream=_UPSTREAM,

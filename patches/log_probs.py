@@ -40,8 +40,7 @@ def log_probs_of_rows(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tenso
 
 LOG_PROBS = Patch(
     replaces="verl.utils.torch_functional:logprobs_from_logits_v2",
-    version="0.9.1",
-    sha256="7cf49d017a7f7994782631150ddbc7c44c422cecbec9823ae14572342ba85fa9",
+    sha256={"0.9.1": "7cf49d017a7f7994782631150ddbc7c44c422cecbec9823ae14572342ba85fa9"},
     by=log_probs_of_rows,
     symptom="log-probabilities take a loop over single tokens where flash-attn is not installed",
     upstream="the loop is meant to save memory; no issue is known",

@@ -15,10 +15,12 @@ import builtins
 import functools
 import importlib
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +30,18 @@ from jetrl_verl.patches.source import find, fingerprint, names_bound_by
 STOCK, PATCHED, CHANGED, GONE = "stock", "patched", "changed", "gone"
 """States of a function: as pinned; the replacement; neither; missing."""
 
+VERSIONS = {"verl": ("0.9.1",), "vllm": ("0.24.0", "0.29.0")}
+"""Versions whose functions are known by hash."""
+
 _MARK = "_jetrl_patch"
+
+
+def installed_release(project: str) -> str | None:
+    """Version of an installed project without the name of its build, ``0.24.0`` of ``0.24.0+cpu``; None without it."""
+    try:
+        return re.split(r"[^\d.]", metadata.version(project))[0]
+    except metadata.PackageNotFoundError:
+        return None
 
 
 class PatchError(RuntimeError):
@@ -40,8 +53,9 @@ class Patch:
     """One function of another project and its replacement.
 
     Attributes:
-        replaces: ``module:function`` or ``module:Class.method``. version: of the project.
-        sha256: of that version's source, see :func:`source.fingerprint`.
+        replaces: ``module:function`` or ``module:Class.method``.
+        sha256: version of the project (:data:`VERSIONS`) to the hash of its source, see :func:`source.fingerprint`. A
+            version that is left out needs no patch there, or another one.
         by: the replacement, a function at the top of a module of ``patches/``.
         symptom: what happens without the patch. upstream: status there. until: when the patch can go.
         needed: whether a run stops if the patch does not fit, because results or start depend on it; otherwise it
@@ -49,8 +63,7 @@ class Patch:
     """
 
     replaces: str
-    version: str
-    sha256: str
+    sha256: dict[str, str]
     by: Callable[..., Any]
     symptom: str
     upstream: str
@@ -73,6 +86,17 @@ class Patch:
         return self.module.partition(".")[0]
 
     @property
+    def pinned(self) -> str:
+        """The project and its versions, in words."""
+        return f"{self.project} {' or '.join(self.sha256)}"
+
+    @property
+    def applies(self) -> bool:
+        """Whether the patch is for the installed version. A version that is not known is compared with each patch."""
+        release = installed_release(self.project)
+        return release in self.sha256 or release not in VERSIONS[self.project]
+
+    @property
     def file(self) -> str:
         """File in this tree that defines the replacement."""
         return f"patches/{self.by.__module__.rpartition('.')[2]}.py"
@@ -87,11 +111,14 @@ class Patch:
     def apply(self) -> None:
         """Put the replacement into the imported module, and wherever the function was imported from it by name.
 
-        Idempotent. A function that is the replacement already, written by ``jetrl patch``, is left alone.
+        Idempotent. Nothing is done for a version that the patch is not for, or if the function is the replacement
+        already, written by ``jetrl patch``.
 
         Raises:
             PatchError: the source is neither and the patch is ``needed``; otherwise warns.
         """
+        if not self.applies:
+            return
         module = importlib.import_module(self.module)
         holder, name = self._place(module)
         function = None if holder is None else inspect.getattr_static(holder, name, None)
@@ -140,11 +167,10 @@ class Patch:
 
     def mismatch(self, state: str) -> str:
         """One sentence about a function that is ``changed`` or ``gone``."""
-        pinned = f"{self.project} {self.version}"
-        what = "is missing" if state == GONE else f"is neither that of {pinned} nor our replacement"
+        what = "is missing" if state == GONE else f"is neither that of {self.pinned} nor our replacement"
         return (
             f"{self.replaces} of the installed {self.project} {what}, so {self.file} is not applied: {self.symptom}. "
-            f"Install {pinned}."
+            f"Install {self.pinned}."
         )
 
     def _refuse(self, sentence: str) -> None:
@@ -165,12 +191,12 @@ class Patch:
         function = find(tree, self.function)
         if function is None:
             return GONE
-        if fingerprint(function) == self.sha256:
+        if fingerprint(function) in self.sha256.values():
             return STOCK
         stock = find(tree, self._stock_name) if self.wraps else None
         wanted = {self.function: self._text.function} | self._text.helpers
         same = all(_is_same(find(tree, name), source) for name, source in wanted.items())
-        kept = not self.wraps or (stock is not None and fingerprint(stock) == self.sha256)
+        kept = not self.wraps or (stock is not None and fingerprint(stock) in self.sha256.values())
         return PATCHED if same and kept else CHANGED
 
     def written_into(self, text: str) -> str:

@@ -20,8 +20,7 @@ def initialize_global_process_group_ray(stock, timeout_second: Any = None, backe
 
 PROCESS_GROUP = Patch(
     replaces="verl.utils.distributed:initialize_global_process_group_ray",
-    version="0.9.1",
-    sha256="29630037907e0c49499730b684d3edf9d66a65045df10bf1588623690f6c69ae",
+    sha256={"0.9.1": "29630037907e0c49499730b684d3edf9d66a65045df10bf1588623690f6c69ae"},
     by=initialize_global_process_group_ray,
     symptom="torch refuses the process group of a worker on the CPU",
     upstream="verl has no CPU platform; no issue asks for one",

@@ -30,8 +30,7 @@ def wait_for_next_poll(stock, self: Any, partition_id: str, last_debug_time: flo
 
 POLL = Patch(
     replaces="verl.trainer.ppo.v1.replay_buffer:ReplayBuffer._wait_for_next_poll",
-    version="0.9.1",
-    sha256="bcec1c7876f3ef3173fe83c4396df9ab8afcd866b029a2e5ef822ab713ed5042",
+    sha256={"0.9.1": "bcec1c7876f3ef3173fe83c4396df9ab8afcd866b029a2e5ef822ab713ed5042"},
     by=wait_for_next_poll,
     symptom="each step waits up to two seconds for rollouts that are done",
     upstream="poll_interval is a parameter of the constructor that the trainer does not pass; no issue is known",

@@ -53,8 +53,7 @@ _UNTIL = "verl names the socket after something that no two runs share"
 
 SENDER = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
-    version="0.9.1",
-    sha256="d89ae15fa053a2deb94aff0c3c4b0a533052eb67688b5143e29311edb0fc2e8d",
+    sha256={"0.9.1": "d89ae15fa053a2deb94aff0c3c4b0a533052eb67688b5143e29311edb0fc2e8d"},
     by=adapter_of_this_run,
     symptom=_SYMPTOM,
     upstream=_UPSTREAM,
@@ -63,8 +62,7 @@ SENDER = Patch(
 )
 RECEIVER = Patch(
     replaces="verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
-    version="0.9.1",
-    sha256="adc428ed9290d87d1563245eb382fc0e8bdff9620c2e5f14e165fab5ff717274",
+    sha256={"0.9.1": "adc428ed9290d87d1563245eb382fc0e8bdff9620c2e5f14e165fab5ff717274"},
     by=handle_of_this_run,
     symptom=_SYMPTOM,
     upstream=_UPSTREAM,

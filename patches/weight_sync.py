@@ -60,8 +60,7 @@ def init_socket(stock, self) -> None:
 
 TIME_LIMIT = Patch(
     replaces="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
-    version="0.9.1",
-    sha256="8d56f6f57486d748ae4955254b12356ef113a37e6471cc74ca157e863141a649",
+    sha256={"0.9.1": "8d56f6f57486d748ae4955254b12356ef113a37e6471cc74ca157e863141a649"},
     by=init_socket,
     symptom="a run whose rollout worker was killed waits for ever and not 45 s",
     upstream="every wait is without a limit; no issue is known",

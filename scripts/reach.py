@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """List what of verl, vLLM, Ray and Hydra we replace, override or use by a private name, with a hash of each source.
 
-``--update`` writes the list, ``reach.json``; a test compares it with the tree and with the installed packages.
-``--against vllm=FOLDER`` compares it with other sources: what an upgrade costs. Everything is read with ``ast`` and
-nothing is imported, so releases for another platform can be read too. Kinds of use:
+``reach.json`` has one list for each supported version of a project. ``--update`` writes those of the installed
+versions; a test compares them with the tree and with the installed packages. ``--against vllm=FOLDER`` compares other
+sources with the nearest supported version: what an upgrade costs. Everything is read with ``ast`` and nothing is
+imported, so releases for another platform can be read too. Kinds of use:
 
 * *replaced*: a function that a patch replaces, or an attribute of an upstream module that we assign;
 * *overridden*: a method or attribute of our class that its upstream base class has too;
@@ -22,13 +23,14 @@ import importlib.util
 import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from jetrl_verl.patches.patch import installed_release  # noqa: E402
 from jetrl_verl.patches.source import find, fingerprint, names_bound_by, statements  # noqa: E402
 from jetrl_verl.sources import source_files  # noqa: E402
 
@@ -286,21 +288,21 @@ def collect(folder: Path, sources: Sources) -> dict[str, list[str]]:
     return {place: sorted(uses_of_place) for place, uses_of_place in sorted(uses.items())}
 
 
-def unlisted(folder: Path, listed_uses: dict[str, list[str]]) -> dict[str, list[str]]:
+def unlisted(folder: Path, listed_uses: Iterable[tuple[str, list[str]]]) -> dict[str, list[str]]:
     """Private names that our files read from values without an entry: name to its uses, ``file:line``.
 
     A name of ``self`` is ours if any of our classes defines it; a name of another value if a class of the same file
     does. Names in :data:`ELSEWHERE` belong to other projects.
 
     Args:
-        folder: of our package. listed_uses: result of :func:`collect`.
+        folder: of our package. listed_uses: places and their uses, of all supported versions.
     """
     files = list(files_of(folder, Sources({folder.name: folder})))
     made = {where: _attributes_made_in(module.tree) for where, module in files}
     of_self = set().union(*made.values())
     entries = {
         (place.rpartition(":")[2].rpartition(".")[2], use.partition(" ")[2])
-        for place, uses in listed_uses.items()
+        for place, uses in listed_uses
         for use in uses
     }
     missing: dict[str, list[str]] = defaultdict(list)
@@ -392,16 +394,44 @@ def installed(projects: tuple[str, ...] = PROJECTS) -> dict[str, Path]:
     return {project: Path(spec.origin).parent for project, spec in specs.items() if spec is not None}
 
 
+def installed_version(project: str) -> str:
+    """``project version``, a name of a list in ``reach.json``."""
+    return f"{project} {installed_release({'hydra': 'hydra-core'}.get(project, project))}"
+
+
 def listed(folder: Path, sources: Sources) -> dict[str, dict]:
-    """Content of ``reach.json``: place to its uses and its hash; None where there is no Python source."""
-    return {place: {"uses": uses, "sha256": sources.hash_of(place)} for place, uses in collect(folder, sources).items()}
+    """Place to its uses and its hash. Places that only another version has are left out."""
+    places = {
+        place: {"uses": uses, "sha256": sources.hash_of(place)} for place, uses in collect(folder, sources).items()
+    }
+    return {place: entry for place, entry in places.items() if entry["sha256"] is not None}
+
+
+def stored_lists() -> dict[str, dict[str, dict]]:
+    """``reach.json``: ``project version`` to place to its uses and its hash."""
+    return json.loads(STORED.read_text())
+
+
+def joined(lists: dict[str, dict[str, dict]], names: Iterable[str]) -> dict[str, dict]:
+    """Places of several lists, of one version of a project each."""
+    return {place: entry for name in names for place, entry in lists[name].items()}
+
+
+def nearest(lists: dict[str, dict[str, dict]], sources: Sources) -> list[str]:
+    """Name of the list with the fewest differences, for each project among the sources."""
+
+    def differences(name: str) -> int:
+        return sum(state != "unchanged" for state in compare(lists[name], sources).values())
+
+    versions = [[name for name in lists if name.partition(" ")[0] == project] for project in sources.folders]
+    return [min(names, key=differences) for names in versions]
 
 
 def compare(stored: dict[str, dict], sources: Sources) -> dict[str, str]:
     """``unchanged``, ``changed`` or ``gone`` for each stored place whose project is among the sources."""
     states = {}
     for place, entry in stored.items():
-        if place.partition(".")[0] in sources.folders and entry["sha256"] is not None:
+        if place.partition(".")[0] in sources.folders:
             now = sources.hash_of(place)
             states[place] = "gone" if now is None else "unchanged" if now == entry["sha256"] else "changed"
     return states
@@ -428,19 +458,24 @@ def report(stored: dict[str, dict], states: dict[str, str]) -> str:
 def main() -> None:
     """Command line; exit status 1 if something changed or is gone."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--update", action="store_true", help="write reach.json from the tree and what is installed")
+    parser.add_argument("--update", action="store_true", help="write the installed versions' lists from the tree")
     parser.add_argument("--against", nargs="*", default=[], help="PROJECT=FOLDER of its package, of another version")
     options = parser.parse_args()
+    lists = stored_lists()
     if options.update:
         places = listed(ROOT / "jetrl_verl", Sources(installed()))
-        STORED.write_text(json.dumps(places, indent=1) + "\n")
+        for project in installed():
+            ours = {place: entry for place, entry in places.items() if place.partition(".")[0] == project}
+            lists[installed_version(project)] = ours
+        STORED.write_text(json.dumps(dict(sorted(lists.items())), indent=1) + "\n")
         print(f"{len(places)} places in {STORED.name}")
         return
     named = dict(word.split("=", 1) for word in options.against)
-    folders = {project: Path(folder) for project, folder in named.items()} or installed()
-    stored = json.loads(STORED.read_text())
-    states = compare(stored, Sources(folders))
-    print(report(stored, states))
+    sources = Sources({project: Path(folder) for project, folder in named.items()} or installed())
+    names = nearest(lists, sources)
+    places = joined(lists, names)
+    states = compare(places, sources)
+    print(f"compared with {', '.join(names)}", report(places, states), sep="\n\n")
     sys.exit(any(state != "unchanged" for state in states.values()))
 
 

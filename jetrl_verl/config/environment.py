@@ -118,7 +118,7 @@ def check_patches(precision: str) -> None:
     for patch, state in installed_states():
         if patch.needed and state not in (STOCK, PATCHED):
             mismatch = patch.mismatch(state).rpartition(". Install ")[0]
-            remedy = f"Set up {patch.project} {patch.version}, or precision=bf16"
+            remedy = f"Set up {patch.pinned}, or precision=bf16"
             refuse("patch", precision=precision, what=f"the installed {patch.project}", why=mismatch, remedy=remedy)
 
 

@@ -22,9 +22,8 @@ def register() -> None:
         if os.environ.get("VERL_PLATFORM") == "cpu":
             from jetrl_verl.patches import fork_on_cpu, reloadable_weights_on_cpu
 
-            reloadable_weights_on_cpu.KEEP_WEIGHT.apply()
-            reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
-            fork_on_cpu.FORK.apply()
+            for patch in (*reloadable_weights_on_cpu.PATCHES, *fork_on_cpu.PATCHES):
+                patch.apply()
     except Exception:
         print("jetrl_verl: the vLLM plugin failed to load, so FP8 rollouts will not work:", file=sys.stderr)
         traceback.print_exc()

@@ -132,7 +132,7 @@ def test_a_fork_without_the_patched_function_is_refused(monkeypatch):
     monkeypatch.setattr(patches, "installed_states", lambda: [(needed, CHANGED)])
     message = refused(environment.check_patches, "jet_fp8")
     assert needed.replaces in message
-    assert message.endswith(f" Set up {needed.project} {needed.version}, or precision=bf16.")
+    assert message.endswith(f" Set up {needed.pinned}, or precision=bf16.")
 
 
 def test_other_accelerators_are_refused(machine, monkeypatch):

@@ -4,7 +4,6 @@
 
 import ast
 import importlib
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import reach
 
 import jetrl_verl
 from jetrl_verl.patches import all_patches
+from jetrl_verl.patches.patch import VERSIONS
 from jetrl_verl.patches.source import names_bound_by
 
 PACKAGE = Path(jetrl_verl.__file__).parent
@@ -26,7 +26,8 @@ def sources():
 
 @pytest.fixture(scope="module")
 def stored():
-    return json.loads(reach.STORED.read_text())
+    """The lists of the installed versions."""
+    return reach.joined(reach.stored_lists(), map(reach.installed_version, reach.installed()))
 
 
 def test_sources_in_reach_are_the_pinned_ones(stored, sources):
@@ -37,18 +38,24 @@ def test_sources_in_reach_are_the_pinned_ones(stored, sources):
 
 
 def test_every_use_is_listed(stored, sources):
-    uses = reach.collect(PACKAGE, sources)
-    assert uses == {place: entry["uses"] for place, entry in stored.items()}, UPDATE
+    assert reach.listed(PACKAGE, sources) == stored, UPDATE
     for patch in all_patches():
-        assert f"replaced {patch.file}" in uses[patch.replaces]
+        assert f"replaced {patch.file}" in stored[patch.replaces]["uses"]
 
 
-def test_every_private_attribute_is_listed_or_of_another_project(stored):
-    unlisted = reach.unlisted(PACKAGE, {place: entry["uses"] for place, entry in stored.items()})
+def test_every_known_version_has_a_list():
+    names = {f"{project} {version}" for project, versions in VERSIONS.items() for version in versions}
+    assert names <= reach.stored_lists().keys()
+
+
+def test_every_private_attribute_is_listed_or_of_another_project():
+    lists = reach.stored_lists()
+    uses = [(place, entry["uses"]) for places in lists.values() for place, entry in places.items()]
+    unlisted = reach.unlisted(PACKAGE, uses)
     assert not unlisted, f"name each in the {reach.TABLE} of its file, or its owner in reach.ELSEWHERE: {unlisted}"
 
 
-def test_names_in_the_tables_exist_and_are_used(stored, sources):
+def test_names_in_the_tables_exist_and_are_used(sources):
     named, both = 0, reach.Sources({PACKAGE.name: PACKAGE, **sources.folders})
     for where, module in reach.files_of(PACKAGE, both):
         tree = module.tree
@@ -59,7 +66,7 @@ def test_names_in_the_tables_exist_and_are_used(stored, sources):
         words |= {resolved[1] for resolved in imported.values() if resolved is not None}
         for place in module.table:
             named += 1
-            assert stored[place]["sha256"] is not None, f"{place}, which {where} names, is not there"
+            assert any(place in places for places in reach.stored_lists().values()), f"{where}: {place} is not there"
             # Subclassing a class uses all its methods.
             name = place.partition(":")[2].split(".")
             bases = {base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases}
@@ -146,11 +153,11 @@ def test_a_private_attribute_is_unlisted_until_its_file_names_it(sources, tmp_pa
         "_above": ["new.py:7"],
         "_own": ["second.py:2"],
     }
-    assert reach.unlisted(package, reach.collect(package, sources)) == expected
+    assert reach.unlisted(package, reach.collect(package, sources).items()) == expected
     (package / "new.py").write_text(f"{source}REACHES = ({place!r},)\n")
     del expected["_wait_for_next_poll"]
     uses = reach.collect(package, sources)
-    assert reach.unlisted(package, uses) == expected
+    assert reach.unlisted(package, uses.items()) == expected
     assert uses[place] == ["private new.py"]
 
 

@@ -57,7 +57,8 @@ from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync import wire
-from jetrl_verl.sync.wire import SyncStatistics, quantized_by
+from jetrl_verl.sync.quantize import quantized_by
+from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.train import gather
 
@@ -216,15 +217,15 @@ class Trainer:
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
         """What verl's engine sends, or this package's (``get_per_tensor_param`` of both)."""
-        from jetrl_verl.sync.wire import counted_stock
         from jetrl_verl.train.weight_stream import weight_stream
 
         if options is None:
-            weights = (
+            weights = self.model.state_dict()
+            sizes.stock_bytes += sum(value.numel() * value.itemsize for value in weights.values())
+            return (
                 (name, value.to(DEVICE, non_blocking=True).full_tensor() if isinstance(value, DTensor) else value)
-                for name, value in self.model.state_dict().items()
+                for name, value in weights.items()
             )
-            return counted_stock(weights, sizes)
         weights = self._gather.stream(self.model.state_dict(keep_vars=True), DEVICE, sizes)
         return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes, tied=self._gather.tied)
 

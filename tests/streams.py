@@ -1,15 +1,66 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Unstacks the stream of a weight sync."""
+"""Reads the streams and pieces of a weight sync as a worker does, into one tensor per name."""
 
 from collections.abc import Iterable, Iterator
 
 import torch
 
-from jetrl_verl.sync.stacks import Name, parts_of
+from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.sync.contract import ContractReceiver
+from jetrl_verl.sync.quantize import Weight, as_tensors
+from jetrl_verl.sync.stacks import Name, Stack, parts_of
+from jetrl_verl.sync.statement import Manifest, Statement
+from jetrl_verl.sync.wire import Kind, entries_of, packed
+from jetrl_verl.train.weight_stream import sync_parts
 
 
-def unstacked(stream: Iterable[tuple[Name, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each weight of a stream, or what was computed from it, under its own name."""
-    for name, tensor in stream:
-        yield from parts_of(name, tensor)
+def unstacked(stream: Iterable[tuple[Name, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a stream under its own name, scales apart."""
+    for item in as_tensors(stream):
+        yield from parts_of(*item)
+
+
+def stacked(model):
+    """A model's stream with q, k, v, gate and up of all layers in one tensor, o and down in another, and all norms."""
+    state = model.state_dict()
+    ends = [("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",), ("down_proj",), ("norm", "layernorm")]
+    for end in ends:
+        names = [name for name in state if name.endswith(tuple(f"{projection}.weight" for projection in end))]
+        yield Stack(tuple(names), tuple(len(state[name]) for name in names)), torch.cat([state[name] for name in names])
+    yield from ((name, state[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+
+
+class Arrived(dict):
+    """Name -> tensor of a sync's pieces.
+
+    Attributes:
+        manifest: of the statement, None without one. sums: name -> its stated sums.
+        quantized, plain: the names that the statement has as qdata, and the others.
+    """
+
+    def __init__(self, pieces: Iterable[tuple[str, torch.Tensor]]) -> None:
+        super().__init__()
+        self.manifest, self.sums, self.quantized, self.plain = None, {}, [], []
+        for name, piece in pieces:
+            for entry in entries_of(name):
+                tensor = entry.of(piece).clone()
+                if entry.kind == Kind.MANIFEST:
+                    self.manifest = Manifest.from_tensor(tensor)
+                elif entry.kind == Kind.SUMS:
+                    sums = tensor
+                else:
+                    suffix = SCALE_SUFFIX if entry.kind == Kind.SCALES else ""
+                    self.update((single + suffix, part) for single, part in parts_of(entry.name, tensor))
+        if self.manifest is not None:
+            for name, number_format, places in self.manifest.places():
+                self.sums[name] = sums[places]
+                (self.plain if number_format == UNQUANTIZED else self.quantized).append(name)
+
+
+def receiver_of(weights: Iterable[tuple[Name, Weight]], **facts) -> ContractReceiver:
+    """A worker's receiver after a sync of these weights; ``facts`` of the :class:`Statement`."""
+    receiver = ContractReceiver()
+    receiver.take(packed(sync_parts(weights, Statement(**facts))))
+    return receiver

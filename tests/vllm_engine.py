@@ -80,10 +80,10 @@ def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([entry[token].logprob for entry, token in entries])
 
 
-def sync(worker, items) -> None:
+def sync(worker, parts) -> None:
     """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises.
 
-    ``items`` are packed as in train/weight_stream.py.
+    ``parts`` are those of ``train.weight_stream.sync_parts``.
     """
     import asyncio
 
@@ -98,7 +98,7 @@ def sync(worker, items) -> None:
 
     def send() -> None:
         try:
-            asyncio.run(sender.async_send_weights(packed(items)))
+            asyncio.run(sender.async_send_weights(packed(parts)))
         except Exception as error:
             failures.append(error)
 

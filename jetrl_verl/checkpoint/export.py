@@ -39,7 +39,7 @@ from jetrl_verl.models import family, model_types
 from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
-from jetrl_verl.sync.wire import as_tensors, quantize_stream
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
 FORMATS = (UNQUANTIZED, *(name for name, traits in formats.FORMATS.items() if traits.exports), "both")
 FACTS = "jetrl_export.json"

@@ -129,13 +129,6 @@ class Format(ABC):
         """The scales of ``rows`` rows of a weight from row ``start``, both multiples of ``rows_per_scale``."""
         return scales[start // self.rows_per_scale : (start + rows) // self.rows_per_scale]
 
-    def scales_of_part(self, scales: torch.Tensor, rows: slice, columns: slice) -> torch.Tensor:
-        """The scales of a part of a weight ``[N, K]`` that cuts no scale's block."""
-        scales = self.scales_of_rows(scales, rows.start, rows.stop - rows.start)
-        if (width := self.columns_per_scale) is None:
-            return scales
-        return scales[:, columns.start // width : columns.stop // width]
-
     # Wire
 
     def wire(self, weight: QuantizedTensor) -> Iterator[tuple[str, torch.Tensor]]:

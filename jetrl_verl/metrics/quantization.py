@@ -3,13 +3,13 @@
 """Metrics of what FP8 rounding does to a run's own tensors, from a sample, per kind of layer (docs/metrics.md).
 
 Reported are underflow, subnormals and signal-to-noise ratio of X, W and both layouts of dY; the share of weight qdata
-and scales that changed since the last sync; and, by an error, NaN or Inf in a weight. A sample is exact: 128
+and scales that changed since the last sync. A sample is exact: 128
 consecutive rows from a multiple of 128 quantize to the very qdata that the GEMMs read, so layers record nothing. It is
 taken in the first pass after each sync, of the first micro-batch, in at most ``SAMPLED_LAYERS`` decoder layers, with
 one wait for the device. The comparison of qdata keeps 64 KiB a weight and all scales, 18 MiB at 8B.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -26,19 +26,14 @@ from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
-from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
+from jetrl_verl.sync.quantize import Weight
+from jetrl_verl.sync.stacks import Name, Stack, names_of, renamed
 
 SAMPLED_QDATA = 2**16
 """Qdata kept of each weight, on average in a stack: a share of 1e-3 is known to 12%, over 36 layers to 2%."""
 
 SAMPLED_OF_AN_EXPERT = 2**10
 """Qdata kept of each expert: a share of 1e-3 is known to 14% for one expert over 48 layers."""
-
-_REMEDY = "resume from the last checkpoint, and lower the learning rate or the gradient clip if it happens again"
-
-
-class NonFiniteWeightError(RuntimeError):
-    """A weight has NaN or Inf; the message names it."""
 
 
 class QuantizationSampler:
@@ -218,18 +213,17 @@ class CodeChanges:
         self._before: dict[tuple[str, ...], _Sampled] = {}
         self._read = True
 
-    def watch(
-        self, weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]
-    ) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
-        """Pass a sync's stream through and sample it."""
+    def start_sync(self) -> None:
+        """Forget the last sync's sample, or compare with it if it was reported."""
         if self._read:
             self._before = self._kept
         self._kept, self._read = {}, False
-        for name, value in weights:
-            if isinstance(value, QuantizedWeight):
-                self._keep(name, value.qdata.view(torch.uint8))
-                self._keep(renamed(name, suffix=SCALE_SUFFIX), value.scales)
-            yield name, value
+
+    def add(self, name: Name, weight: Weight) -> None:
+        """Sample a weight of the sync, or a stack of them."""
+        if isinstance(weight, QuantizedWeight):
+            self._keep(name, weight.qdata.view(torch.uint8))
+            self._keep(renamed(name, SCALE_SUFFIX), weight.scales)
 
     def _keep(self, name: Name, tensor: torch.Tensor) -> None:
         names = names_of(name)
@@ -302,12 +296,14 @@ class QuantizationMetrics:
         self._changes = CodeChanges(plans)
         self._due = False
 
-    def watch(
-        self, weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]
-    ) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
-        """Pass a sync's stream through, and measure in the next :meth:`measuring`."""
+    def start_sync(self) -> None:
+        """Begin a sync, and measure in the next :meth:`measuring`."""
         self._due = True
-        return self._changes.watch(weights)
+        self._changes.start_sync()
+
+    def add(self, name: Name, weight: Weight) -> None:
+        """Sample a weight of the sync, or a stack of them."""
+        self._changes.add(name, weight)
 
     @contextmanager
     def measuring(self, metrics: dict[str, list[float]]) -> Iterator[None]:
@@ -323,95 +319,3 @@ class QuantizationMetrics:
             yield
         values = self._sampler.metrics() | self._cache.metrics() | self._changes.metrics()
         metrics.update({f"jetrl/{name}": [value] for name, value in values.items()})
-
-
-def _named(broken: list[str]) -> str:
-    names = ", ".join(broken[:3])
-    return names + (f" and {len(broken) - 3} more" if len(broken) > 3 else "")
-
-
-def _unless_small(tensor: torch.Tensor) -> torch.Tensor:
-    """A vector itself, or the extremes of each row of a matrix, to be kept until the end of a sync."""
-    return tensor if tensor.ndim <= 1 else torch.stack(torch.aminmax(tensor.flatten(1), dim=1), dim=1)
-
-
-def _extremes(tensor: torch.Tensor) -> torch.Tensor:
-    # torch.aminmax propagates NaN and needs no temporary of the tensor's size.
-    return torch.stack(torch.aminmax(tensor)).float()
-
-
-def refuse_non_finite(
-    weights: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]],
-) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
-    """Pass a sync's stream through; at its end, raise if a weight is not finite.
-
-    Of a quantized weight it reads one value per scale, and it waits for the device once.
-
-    Raises:
-        NonFiniteWeightError: after the last tensor, naming the weights.
-    """
-    quantized: dict[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]] = {}
-    plain: dict[Name, torch.Tensor] = {}
-    for name, value in weights:
-        if isinstance(value, QuantizedWeight):
-            sample = value.format.nan_sample(value.qdata)
-            quantized.setdefault(value.format, []).append((name, sample, value.scales))
-        elif value.is_floating_point():
-            plain[name] = _unless_small(value)
-        yield name, value
-    broken = _non_finite(quantized, plain)
-    if broken:
-        raise NonFiniteWeightError(
-            f"weight sync: {_named(broken)} of the trainer has NaN or Inf, and samples would be garbage; {_REMEDY}"
-        )
-
-
-def _non_finite(
-    quantized: Mapping[Format, list[tuple[Name, torch.Tensor, torch.Tensor]]], plain: Mapping[Name, torch.Tensor]
-) -> list[str]:
-    """Names of weights that are not finite; one check of all first.
-
-    Args:
-        quantized: (name, ``nan_sample``, scales) by format. plain: name -> vector, or extremes of rows.
-    """
-    bad = [
-        number_format.is_nan(
-            torch.cat([sample for _, sample, _ in read]), torch.cat([scales.reshape(-1) for _, _, scales in read])
-        )
-        for number_format, read in quantized.items()
-    ]
-    if plain:
-        bad.append(~torch.cat([values.reshape(-1) for values in plain.values()]).isfinite().all())
-    if not bad or not torch.stack(bad).any().item():
-        return []
-    single = {
-        name: number_format.is_nan(sample, scales)
-        for number_format, read in quantized.items()
-        for whole, samples, all_scales in read
-        for (name, sample), (_, scales) in zip(parts_of(whole, samples), parts_of(whole, all_scales), strict=True)
-    }
-    single |= {
-        name: ~part.isfinite().all() for whole, values in plain.items() for name, part in parts_of(whole, values)
-    }
-    return [name for name, is_bad in zip(single, torch.stack(list(single.values())).tolist(), strict=True) if is_bad]
-
-
-def refuse_to_save_non_finite(model: nn.Module) -> None:
-    """Refuse to save a checkpoint with NaN or Inf, since every resume would end at its first sync. Collective.
-
-    Raises:
-        NonFiniteWeightError: on every rank, naming the weights of its own shards.
-    """
-    shards = {name: getattr(p, "_local_tensor", p).detach() for name, p in model.named_parameters()}
-    extremes = {name: _extremes(shard) for name, shard in shards.items() if shard.numel() > 0}
-    non_finite = torch.zeros((), dtype=torch.int32, device=next(iter(shards.values())).device)
-    if extremes:
-        non_finite += ~torch.stack(list(extremes.values())).isfinite().all()
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(non_finite, torch.distributed.ReduceOp.MAX)
-    if non_finite:
-        broken = [name for name, pair in extremes.items() if not pair.isfinite().all()]
-        raise NonFiniteWeightError(
-            f"checkpoint: {_named(broken) or 'a weight on another rank'} of the trainer has NaN or Inf, so it is not "
-            f"saved; {_REMEDY}"
-        )

@@ -3,17 +3,18 @@
 """Which part of the trainer's tensors a vLLM worker holds, and where: the inverse of vLLM's weight loaders.
 
 vLLM stacks q/k/v and gate/up into one parameter and keeps this rank's shard. The contract check needs to find each of
-the trainer's tensors in live storage, so the map is computed from shapes and ranks, independently of the loaders that
-it checks. Scales are placed by this map in one call; a wrong map still shows, since qdata comes through the loaders.
+the trainer's tensors in live storage, so the map is computed from shapes and ranks, independently of the loaders.
+Once a verified sync has shown that map and loaders agree on every place, :class:`Placement` copies by the map alone.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.formats.format import SCALE_SUFFIX, Format
+from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout.experts import expert_parameters
@@ -24,7 +25,10 @@ from jetrl_verl.rollout.vllm_compat import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from jetrl_verl.sync.contract import LiveParameter, LiveTensor
+from jetrl_verl.sync.contract import LiveTensor
+from jetrl_verl.sync.quantize import Weight
+from jetrl_verl.sync.stacks import parts_of
+from jetrl_verl.sync.wire import Entry, Kind, entries_of
 
 
 def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
@@ -45,28 +49,24 @@ def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
             start += rows
 
 
-@dataclass(frozen=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """A live parameter and the columns of the trainer's tensor that it holds."""
 
-    live: LiveParameter
+    value: Weight
     columns: slice
     whole_columns: int
-    format: Format | None
 
     def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
         """Rows from ``start`` on, which are the trainer's from ``first`` on, of ``whole`` (``rows`` by default)."""
-        data, scales = self.live.data, self.live.scales
-        return LiveTensor(
-            data[start : start + rows],
-            None if scales is None else self.format.scales_of_rows(scales, start, rows),
-            slice(first, first + rows),
-            self.columns,
-            (rows if whole is None else whole, self.whole_columns),
-            None if scales is None else self.live,
-            start,
-            format=self.format,
-        )
+        value, parameter = self.value, None
+        if isinstance(value, QuantizedWeight):
+            parameter, number_format = value, value.format
+            scales = number_format.scales_of_rows(value.scales, start, rows)
+            value = QuantizedWeight(number_format, value.qdata[start : start + rows], scales)
+        else:
+            value = value[start : start + rows]
+        whole_shape = (rows if whole is None else whole, self.whole_columns)
+        return LiveTensor(value, slice(first, first + rows), self.columns, whole_shape, parameter, start)
 
 
 def _experts(
@@ -75,11 +75,9 @@ def _experts(
     """The live tensors of one layer's experts, flattened to ``[E N, K]``."""
     tensors = {}
     for name, parameter, groups, rows, columns, whole in expert_parameters(layer, mixture):
-        data, scales = own[parameter].flatten(0, 1), own[parameter + SCALE_SUFFIX].flatten(0, 1)
-        number_format = layer.quant_method.format
-        tensors[f"{prefix}.{name}"] = LiveTensor(
-            data, scales, rows, columns, whole, groups=groups, format=number_format
-        )
+        flat = (own[leaf].flatten(0, 1) for leaf in (parameter, parameter + SCALE_SUFFIX))
+        weight = QuantizedWeight(layer.quant_method.format, *flat)
+        tensors[f"{prefix}.{name}"] = LiveTensor(weight, rows, columns, whole, groups=groups)
     return tensors
 
 
@@ -117,15 +115,16 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
             scales = own.get(leaf + SCALE_SUFFIX)
-            number_format = None if scales is None else layer.quant_method.format
-            parameter = _Parameter(LiveParameter(data, scales), columns, whole_columns, number_format)
+            value = data if scales is None else QuantizedWeight(layer.quant_method.format, data, scales)
+            parameter = _Parameter(value, columns, whole_columns)
             if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
                 pieces = zip(merged[location.module], _pieces(layer), strict=True)
                 for piece, (rows, start, first, whole) in pieces:
                     live[f"{location.layer}.{piece}.{leaf}"] = parameter.part(rows, start, first, whole)
             elif isinstance(layer, VocabParallelEmbedding):
                 first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-                live[f"{prefix}.{leaf}"] = parameter.part(last - first, 0, first, layer.org_vocab_size)
+                part = parameter.part(last - first, 0, first, layer.org_vocab_size)
+                live[f"{prefix}.{leaf}"] = replace(part, padding=data[last - first :])
             else:
                 live[f"{prefix}.{leaf}"] = parameter.part(data.shape[0])
     return live
@@ -171,24 +170,146 @@ class LiveMap:
         return self._tensors
 
 
-def place_scales(live: Mapping[str, LiveTensor], scales: Mapping[str, torch.Tensor]) -> None:
-    """Copy what this worker holds of the trainer's scales into live storage.
+# --- weight sync ------------------------------------------------------------------------------------------------------
 
-    Args:
-        live: from :func:`live_tensors`.
-        scales: scales of whole weights ``[N, K]`` by the trainer's name, suffix included.
 
-    Raises:
-        ValueError: no quantized layer of this name, or another shape.
+class _Copy(NamedTuple):
+    """A copy of elements of a piece, seen as ``dtype``, from element ``start`` on and by ``stride``, to ``target``."""
+
+    dtype: torch.dtype
+    start: int
+    stride: tuple[int, ...]
+    target: torch.Tensor
+
+
+class _Places(NamedTuple):
+    """Where a piece goes: copies in few runs, and rows of embeddings that no token has, which get zeros."""
+
+    copies: list[_Copy]
+    padding: list[torch.Tensor]
+
+
+class Placement:
+    """Places the weights of a worker's syncs in live storage.
+
+    At the first sync vLLM's loaders place all but scales, and the contract check finds every tensor by the map. Both
+    were written independently, so a sync that passes shows that they agree on every place. Later syncs copy by the map,
+    in few launches and without host time for each name. After a moved parameter, another piece or a sync that was not
+    verified the loaders run again; without the contract check they always do.
     """
-    targets, sources = [], []
-    for name, whole in scales.items():
-        part = live.get(name.removesuffix(SCALE_SUFFIX))
-        if part is None or part.scales is None:
-            raise ValueError(f"the trainer sends {name}, and the rollout has no scales of this name")
-        if tuple(whole.shape) != part.format.scales_shape(*part.whole):
-            raise ValueError(f"{name} is {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout")
-        targets.append(part.scales)
-        sources.append(part.format.scales_of_part(whole, part.rows, part.columns))
-    if targets:
-        torch._foreach_copy_(targets, sources)
+
+    def __init__(self, live: LiveMap) -> None:
+        self._live = live
+        self._tensors: Mapping[str, LiveTensor] = {}
+        self._places: dict[str, _Places] = {}
+        self._loaded: list[str] = []
+        self._is_verified = True
+
+    def start(self) -> None:
+        """Begin a sync."""
+        tensors = self._live.tensors()
+        if not self._is_verified or tensors is not self._tensors:
+            self._places.clear()
+        self._tensors, self._loaded, self._is_verified = tensors, [], False
+
+    def place(
+        self, pieces: Sequence[tuple[str, torch.Tensor]], load: Callable[[list[tuple[str, torch.Tensor]]], None]
+    ) -> None:
+        """Place the weights of a bucket.
+
+        Args:
+            pieces: of :func:`jetrl_verl.sync.wire.packed`. load: copies (trainer's name, tensor) into live parameters.
+
+        Raises:
+            ValueError: a tensor that the worker's layers have no place for.
+        """
+        copies: dict[tuple, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        unplaced: list[tuple[str, torch.Tensor]] = []
+        for name, piece in pieces:
+            places = self._places.get(name)
+            if places is None:
+                self._loaded.append(name)
+                places = self._places_of(name, Kind.SCALES)
+                for entry in entries_of(name):
+                    if entry.kind == Kind.WEIGHT:
+                        unplaced += parts_of(entry.name, entry.of(piece))
+            for dtype, start, stride, target in places.copies:
+                elements = piece.view(dtype)
+                source = elements.as_strided(target.shape, stride, elements.storage_offset() + start)
+                # Lists of one dtype and of contiguous tensors are one launch.
+                targets, sources = copies.setdefault((dtype, target.dtype, len(stride) == 1), ([], []))
+                targets.append(target)
+                sources.append(source)
+            for rows in places.padding:
+                rows.zero_()
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
+        if unplaced:
+            load(unplaced)
+
+    def commit(self) -> None:
+        """The sync has been verified: the map is right about all of its pieces."""
+        self._places |= {name: self._places_of(name, Kind.WEIGHT, Kind.SCALES) for name in self._loaded}
+        self._is_verified = True
+
+    def _places_of(self, name: str, *kinds: Kind) -> _Places:
+        """The places of a piece's parts of these kinds."""
+        entries = entries_of(name)
+        places, piece = _Places([], []), torch.empty(entries[-1].stop, dtype=torch.uint8, device="meta")
+        for entry in entries:
+            for single, whole in parts_of(entry.name, entry.of(piece)) if entry.kind in kinds else ():
+                part = self._tensors.get(single)
+                source, target = _source_and_target(entry, single, whole, part)
+                _append(places.copies, *_in_words(source, target))
+                if part.padding is not None:
+                    places.padding.append(part.padding)
+        return places
+
+
+def _source_and_target(
+    entry: Entry, name: str, whole: torch.Tensor, part: LiveTensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(a worker's part of one of the trainer's tensors, its live view) in one shape."""
+    if part is None or entry.format != part.format:
+        kind = "scales" if entry.kind == Kind.SCALES else "tensor"
+        raise ValueError(f"the trainer sends {kind} of {name}, and the rollout has none of this name in {entry.format}")
+    target, shape, block = part.data, part.whole, (1, 1)
+    if entry.kind == Kind.SCALES:
+        number_format = part.value.format
+        target, shape = part.value.scales, number_format.scales_shape(*part.whole)
+        block = (number_format.rows_per_scale, number_format.columns_per_scale)
+    if (whole.numel() // whole.shape[-1], whole.shape[-1]) != shape and tuple(whole.shape) != shape[:1]:
+        raise ValueError(
+            f"{entry.kind} of {name} are {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout"
+        )
+    return part.part_of(whole, *block), target if part.groups == 1 else target.unflatten(0, (part.groups, -1))
+
+
+def _in_words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both flat if they are contiguous, and as 8-byte words if they consist of whole ones."""
+    if source.is_contiguous() and target.is_contiguous():
+        source, target = source.view(-1), target.view(-1)
+    if source.dtype == target.dtype and _has_words(source) and _has_words(target):
+        source, target = source.view(torch.int64), target.view(torch.int64)
+    return source, target
+
+
+def _has_words(tensor: torch.Tensor) -> bool:
+    *strides, last = tensor.stride()
+    places = (*strides, tensor.shape[-1], tensor.storage_offset())
+    return last == 1 and not any(place * tensor.itemsize % torch.int64.itemsize for place in places)
+
+
+def _append(copies: list[_Copy], source: torch.Tensor, target: torch.Tensor) -> None:
+    """Append a copy, or lengthen the last one if both of its ends go on here."""
+    start = source.storage_offset()
+    if copies and source.ndim == 1:
+        last = copies[-1]
+        end = last.target.data_ptr() + last.target.nbytes
+        # Separate parameters may be neighbours in memory, too, and a view cannot cross storages.
+        same_storage = last.target.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+        follows = (last.dtype, last.stride, last.start + len(last.target)) == (source.dtype, (1,), start)
+        if follows and same_storage and end == target.data_ptr() and last.target.dtype == target.dtype:
+            copies[-1] = last._replace(target=last.target.as_strided((len(last.target) + len(target),), (1,)))
+            return
+    copies.append(_Copy(source.dtype, start, source.stride(), target))

@@ -10,24 +10,24 @@ verl's sender waits for every acknowledgement. After loading, it compares live p
 import logging
 import time
 import traceback
+from functools import partial
 from typing import Any
 
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.rollout.attention import share_attention_layers
-from jetrl_verl.rollout.copies import Copies
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import LiveMap, live_routing, place_scales
+from jetrl_verl.rollout.live import LiveMap, Placement, live_routing
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, reduce_ranks, stock_all_reduce_matches
 from jetrl_verl.rollout.sampler import share_sampler
 from jetrl_verl.rollout.shared_operations import share_operations
 from jetrl_verl.rollout.vllm_compat import current_platform, get_tp_group, platform_worker
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, is_contract_piece
+from jetrl_verl.sync.contract import ContractReceiver
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
+from jetrl_verl.sync.statement import ContractViolation
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -78,8 +78,8 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         started = time.perf_counter()
         if self._jetrl_live is None:
             self._jetrl_live = LiveMap(self.model_runner.model)
-            self._jetrl_copies, self._jetrl_receiver = Copies(self._jetrl_live), ContractReceiver()
-        self._jetrl_copies.start()
+            self._jetrl_placement, self._jetrl_receiver = Placement(self._jetrl_live), ContractReceiver()
+        self._jetrl_placement.start()
         self._jetrl_receiver.start()
         self._jetrl_failure: str | None = None
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
@@ -108,7 +108,6 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
                 "rollout.engine_kwargs.vllm.compilation_config.pass_config."
             )
         if not config.contract_check:
-            self._jetrl_copies.commit()
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
         routing = live_routing(self.model_runner.model)
@@ -121,7 +120,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             operations=operations | reduction,
             routing=routing,
         )
-        self._jetrl_copies.commit()
+        self._jetrl_placement.commit()
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
             "live digest %#018x",
@@ -142,29 +141,22 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         if self._jetrl_failure is not None:
             return
         try:
-            done, others = self._jetrl_copies.repeat(weights)
-            # Their weights are placed; pieces of the contract among them still have to be read.
-            self._jetrl_receiver.take([piece for piece in done if is_contract_piece(piece[0])])
-            if others:
-                tensors = self._jetrl_receiver.take(others)
-                with self._jetrl_copies.recording(others):
-                    self._load(tensors, peft_config, base_sync_done)
+            # Receive, place; the check follows in update_weights_from_ipc.
+            self._jetrl_receiver.take(weights)
+            load = partial(self._load, peft_config=peft_config, base_sync_done=base_sync_done)
+            self._jetrl_placement.place(weights, load)
         except Exception as error:
             logger.error("jetrl weight sync: loading failed\n%s", traceback.format_exc())
             # Text only: a traceback would keep the receiver's frames and their views of the buffer alive.
             self._jetrl_failure = f"{type(error).__name__}: {error}"
 
-    def _load(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict | None, base_sync_done: bool) -> None:
-        """Load experts and scales ourselves, the rest through vLLM's loaders."""
-        rest, scales, model = [], {}, self.model_runner.model
+    def _load(self, weights: list[tuple[str, torch.Tensor]], **stock: Any) -> None:
+        """Load experts ourselves, the rest through vLLM's loaders."""
+        rest, model = [], self.model_runner.model
         for name, tensor in weights:
             if is_of_experts(name, model.config):
                 load_experts(model, name, tensor, get_tp_group().rank_in_group)
-            elif name.endswith(SCALE_SUFFIX):
-                scales[name] = tensor
             else:
                 rest.append((name, tensor))
         if rest:
-            super()._update_weights(rest, peft_config=peft_config, base_sync_done=base_sync_done)
-        if scales:
-            place_scales(self._jetrl_live.tensors(), scales)
+            super()._update_weights(rest, **stock)

@@ -2,25 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stacks: several weights of one width in one tensor, or several vectors, which a sync handles by one call each.
 
-A sync's stream has items (name, tensor); if ``name`` is a :class:`Stack`, the tensor holds several weights, one after
-the other. train/gather.py makes stacks; a stream of plain pairs has the same bits.
+A sync's stream has items (name, weight); if ``name`` is a :class:`Stack`, the weight holds several, one after the
+other. train/gather.py makes stacks; a stream of plain pairs has the same bits.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
+@dataclass(frozen=True)
 class Stack:
     """Names of the weights in one tensor, and the number of rows or elements of each.
 
-    It also names tensors derived from it, scales or sums, with rows in proportion. Stacks are compared by identity and
-    kept from sync to sync.
+    It also describes tensors derived from it, scales or sums, with rows in proportion.
     """
 
-    def __init__(self, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
-        self.names, self.rows = names, rows
-        self._renamed: dict[tuple[str, str], Stack] = {("", ""): self}
+    names: tuple[str, ...]
+    rows: tuple[int, ...]
 
     def __repr__(self) -> str:
         return f"Stack({self.names[0]} to {self.names[-1]}, {sum(self.rows)} rows)"
@@ -30,22 +31,14 @@ class Stack:
         whole = sum(self.rows)
         return list(self.rows) if length == whole else [rows * length // whole for rows in self.rows]
 
-    def renamed(self, prefix: str, suffix: str) -> "Stack":
-        """The stack with a prefix and a suffix on each name; cached."""
-        stack = self._renamed.get((prefix, suffix))
-        if stack is None:
-            names = tuple(f"{prefix}{name}{suffix}" for name in self.names)
-            stack = self._renamed[prefix, suffix] = Stack(names, self.rows)
-        return stack
-
 
 Name = str | Stack
 """Name of an item of a sync's stream."""
 
 
-def renamed(name: Name, prefix: str = "", suffix: str = "") -> Name:
-    """A name, or each name of a stack, with a prefix and a suffix."""
-    return f"{prefix}{name}{suffix}" if isinstance(name, str) else name.renamed(prefix, suffix)
+def renamed(name: Name, suffix: str) -> Name:
+    """A name, or each name of a stack, with a suffix."""
+    return name + suffix if isinstance(name, str) else Stack(tuple(one + suffix for one in name.names), name.rows)
 
 
 def names_of(name: Name) -> tuple[str, ...]:
@@ -59,3 +52,13 @@ def parts_of(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tens
         yield name, tensor
     else:
         yield from zip(name.names, tensor.split(name.lengths(len(tensor))), strict=True)
+
+
+def to_json(name: Name) -> Any:
+    """A name as JSON data."""
+    return name if isinstance(name, str) else [name.names, name.rows]
+
+
+def from_json(data: Any) -> Name:
+    """Inverse of :func:`to_json`."""
+    return data if isinstance(data, str) else Stack(*map(tuple, data))

@@ -1,26 +1,76 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""What the trainer sends at a weight sync: qdata and scales of quantized layers, BF16 of all else, in few pieces.
+"""The pieces of a weight sync: few byte tensors, each under a name that says what is in it.
 
-Weights are quantized once, from the BF16 cast of the gathered master weight, which the trainer's forward quantizes too,
-so the two sides cannot round differently. A quantized weight takes 1.0007 bytes with scales and the contract's sums;
-verl's stock wire carries FP32.
+verl's transport carries (name, tensor) pairs and spends a view, a copy and a message entry on each, on both sides. A
+piece therefore holds many small tensors, or one stack. Its name is the JSON of its :class:`Entry` list and means
+nothing to verl; nothing is remembered between syncs, so a worker may join or fail at any of them. A quantized weight
+takes 1.0007 bytes with scales and sums; verl's stock wire carries FP32.
 """
 
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-from jetrl_verl import formats
-from jetrl_verl.formats.format import Format, QuantizedWeight
-from jetrl_verl.models.plan import LinearPlan, plan_of
-from jetrl_verl.sync.stacks import Name, Stack, names_of, parts_of, renamed
+from jetrl_verl.formats import UNQUANTIZED
+from jetrl_verl.formats.format import QuantizedWeight
+from jetrl_verl.sync.quantize import Weight
+from jetrl_verl.sync.stacks import Name, Stack, from_json, to_json
+
+
+class Kind(StrEnum):
+    """What a tensor of a sync is."""
+
+    WEIGHT = "weight"
+    """qdata of a quantized weight, or a BF16 tensor."""
+    SCALES = "scales"
+    SUMS = "sums"
+    """The sums of a statement (statement.py)."""
+    MANIFEST = "manifest"
+
+
+class Part(NamedTuple):
+    """A tensor of a sync.
+
+    Attributes:
+        name: of the weight or stack that it belongs to; empty for a statement's parts.
+        format: of that weight; ``UNQUANTIZED`` for a BF16 tensor and a statement's parts.
+    """
+
+    kind: Kind
+    name: Name
+    format: str
+    tensor: torch.Tensor
+
+
+def parts_of_weight(name: Name, weight: Weight) -> Iterator[Part]:
+    """A weight's parts in sending order."""
+    if not isinstance(weight, QuantizedWeight):
+        yield Part(Kind.WEIGHT, name, UNQUANTIZED, weight)
+        return
+    yield Part(Kind.WEIGHT, name, weight.format.traits.name, weight.qdata)
+    yield Part(Kind.SCALES, name, weight.format.traits.name, weight.scales)
+
+
+# --- sending ----------------------------------------------------------------------------------------------------------
+
+_PREFIX = "jetrl:"
+_SMALL = 2**18
+"""Tensors up to this many bytes are packed: scales, norms, biases and a small model's sums."""
+_PACK_BYTES = 2**19
+"""A pack is sent once it has this many bytes; below 1 MiB, verl's smallest bucket, which must hold a piece."""
+_STACK_BYTES = 192 * 2**20
+"""Most bytes of stacked weights in a piece, unless one weight has more: less than the embedding of a 7B model, which is
+one piece anyway."""
+_ALIGNED = 16
+"""Alignment in bytes of pieces, and of the tensors of a pack that allow it; a receiver copies words of 8."""
 
 
 @dataclass
@@ -37,108 +87,34 @@ class SyncStatistics:
     seconds: float = 0.0
 
 
-def quantize_stream(
-    weights: Iterable[tuple[Name, torch.Tensor]],
-    plans: Mapping[str, LinearPlan],
-    scale_rule: str,
-    format_name: str = formats.FLOW,
-    fixed_scales: dict[str, torch.Tensor] | None = None,
-) -> Iterator[tuple[Name, torch.Tensor | QuantizedWeight]]:
-    """Quantize each planned weight; cast every other floating tensor to BF16.
+def packed(parts: Iterable[Part], statistics: SyncStatistics | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Combine a sync's parts into pieces.
 
     Args:
-        weights: (Hugging Face name or stack of them, full tensor) of any floating type.
-        plans: from :func:`jetrl_verl.models.plan.plan_linears`.
-        scale_rule: rule of the scales.
-        format_name: see :func:`jetrl_verl.formats.get`; ``UNQUANTIZED`` if the plans quantize nothing.
-        fixed_scales: scales to reuse, by weight name; missing ones are computed and added. 0 marks a row that was all
-            zeros so far and gets a scale later. None: scales are always computed.
+        statistics: gets the pieces' bytes, and the time until they are all read.
 
     Yields:
-        Planned weights quantized, ``[N, K]`` or experts ``[E, N, K]``; others BF16. A stack is split only if scales are
-        fixed or its weights are planned differently.
+        (name, uint8 ``[bytes]``), bytes a multiple of 16. A large tensor is a piece of its own, a stack several if it
+        is too large; small tensors come in packs of at most 768 KiB.
     """
-    number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
-    for name, tensor in weights:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
-        planned = {quantized_by(plans, one) for one in names_of(name)}
-        items = [(name, tensor)]
-        if len(planned) > 1 or (planned == {True} and fixed_scales is not None):
-            items = list(parts_of(name, tensor))
-        for item, part in items:
-            quantized = quantized_by(plans, names_of(item)[0])
-            if quantized or part.is_floating_point():
-                part = part.to(torch.bfloat16)
-            if not quantized:
-                yield item, part
-                continue
-            weight = number_format.quantize_weight(part, scale_rule)
-            if fixed_scales is not None:
-                weight = _with_kept_scales(number_format, item, part, weight, scale_rule, fixed_scales)
-            yield item, weight
+    started = time.perf_counter()
+    for name, piece in _pieces(parts):
+        if statistics is not None:
+            statistics.bytes += piece.nbytes
+        yield name, piece
+    if statistics is not None:
+        statistics.seconds += time.perf_counter() - started
 
 
-def quantized_by(plans: Mapping[str, LinearPlan], name: str) -> bool:
-    """Whether a tensor of this name is sent as qdata."""
-    plan = None if name.endswith(".bias") else plan_of(name, plans)
-    return plan is not None and plan.quantized
-
-
-def _with_kept_scales(
-    number_format: Format,
-    name: str,
-    weight: torch.Tensor,
-    fresh: QuantizedWeight,
-    rule: str,
-    kept: dict[str, torch.Tensor],
-) -> QuantizedWeight:
-    """``weight`` quantized with its ``kept`` scales; rows without one get their own, which is kept."""
-    own = torch.where(fresh.qdata.any(dim=-1, keepdim=True), fresh.scales, 0.0)
-    scales = kept.get(name, own)
-    kept[name] = scales = torch.where(scales == 0, own, scales)
-    return number_format.quantize_weight(weight, rule, torch.where(scales == 0, fresh.scales, scales))
-
-
-def as_tensors(stream: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]) -> Iterator[tuple[Name, torch.Tensor]]:
-    """The stream of :func:`quantize_stream` with each quantized weight as its tensors (``Format.wire``)."""
-    for name, value in stream:
-        if not isinstance(value, QuantizedWeight):
-            yield name, value
-            continue
-        for suffix, tensor in value.format.wire(value):
-            yield renamed(name, suffix=suffix), tensor
-
-
-# --- tensors in few pieces -------------------------------------------------------------------------------------------
-
-_PACK = "jetrl.packed/"
-_SMALL = 2**18
-"""Tensors up to this many bytes are packed: scales, norms, biases and sums."""
-_PACK_BYTES = 2**19
-"""A pack is sent once it has this many bytes; below 1 MiB, verl's smallest bucket, which must hold a piece."""
-_STACK_BYTES = 192 * 2**20
-"""Most bytes of stacked weights in a piece, unless one weight has more: less than the embedding of a 7B model, which is
-one piece anyway."""
-_ALIGNED = 16
-"""Alignment in bytes of pieces, and of the tensors of a pack that allow it; a receiver copies words of 8."""
-
-
-def packed(stream: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Combine tensors into pieces, since verl spends a view, a copy and a message entry on each, on both sides.
-
-    Yields:
-        Large tensors unchanged; stacks as uint8 ``[bytes]`` under a name that lists the contents, in several pieces if
-        they are too large; small tensors in such packs of at most 768 KiB.
-    """
-    small: list[tuple[Name, torch.Tensor]] = []
+def _pieces(parts: Iterable[Part]) -> Iterator[tuple[str, torch.Tensor]]:
+    small: list[Part] = []
     size = 0
-    for name, tensor in as_tensors(stream):
-        if tensor.nbytes > _SMALL:
-            yield from _large(name, tensor)
+    for part in parts:
+        if part.tensor.nbytes > _SMALL:
+            yield from _large(part)
             continue
-        small.append((name, tensor))
-        size += tensor.nbytes
+        small.append(part)
+        size += part.tensor.nbytes
         if size >= _PACK_BYTES:
             yield _pack(small)
             small, size = [], 0
@@ -146,16 +122,18 @@ def packed(stream: Iterable[tuple[Name, torch.Tensor | QuantizedWeight]]) -> Ite
         yield _pack(small)
 
 
-def _large(name: Name, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(name, str):
-        # A manifest may have any length, and the next piece begins where it ends.
-        yield (name, tensor) if tensor.nbytes % _ALIGNED == 0 else _pack([(name, tensor)])
-    elif tensor.nbytes <= _STACK_BYTES:
-        yield _named([(name, tensor)]), tensor.view(torch.uint8).view(-1)
+def _large(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+    name, tensor = part.name, part.tensor
+    if tensor.nbytes % _ALIGNED:
+        # A statement may have any length, and the next piece begins where it ends.
+        yield _pack([part])
+    elif isinstance(name, str) or tensor.nbytes <= _STACK_BYTES:
+        yield _wire_name([part]), _bytes(tensor)
     else:
         start, bytes_of_a_row = 0, tensor.nbytes // len(tensor)
-        for piece, length in _in_pieces(name, name.lengths(len(tensor)), _STACK_BYTES // bytes_of_a_row):
-            yield _named([(piece, tensor[start : start + length])]), _bytes(tensor[start : start + length])
+        for stack, length in _in_pieces(name, name.lengths(len(tensor)), _STACK_BYTES // bytes_of_a_row):
+            rows = part._replace(name=stack, tensor=tensor[start : start + length])
+            yield _wire_name([rows]), _bytes(rows.tensor)
             start += length
 
 
@@ -175,88 +153,62 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def _named(tensors: list[tuple[Name, torch.Tensor]]) -> str:
-    """Name of a piece with these tensors."""
-    index = []
-    for name, tensor in tensors:
-        rows = None if isinstance(name, str) else name.rows
-        entry = (*names_of(name),), rows, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
-        index.append(entry)
-    return _PACK + json.dumps(index, separators=(",", ":"))
-
-
-def _pack(tensors: list[tuple[Name, torch.Tensor]]) -> tuple[str, torch.Tensor]:
+def _pack(parts: list[Part]) -> tuple[str, torch.Tensor]:
     # Multiples of the alignment first, then by element size, so that each tensor is aligned for its dtype.
-    tensors.sort(key=lambda item: (item[1].nbytes % _ALIGNED != 0, -item[1].element_size()))
-    used = sum(tensor.nbytes for _, tensor in tensors)
-    # The next piece begins where this one ends.
-    device = _device_of(tensors)
-    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
-    torch.cat([_bytes(tensor.to(device)) for _, tensor in tensors], out=whole[:used])
-    return _named(tensors), whole
-
-
-def _device_of(tensors: list[tuple[Name, torch.Tensor]]) -> torch.device:
+    parts.sort(key=lambda part: (part.tensor.nbytes % _ALIGNED != 0, -part.tensor.element_size()))
+    used = sum(part.tensor.nbytes for part in parts)
     # The manifest is made on the host; a tensor on a GPU takes precedence.
-    return next((tensor.device for _, tensor in tensors if tensor.device.type != "cpu"), tensors[0][1].device)
+    devices = [part.tensor.device for part in parts]
+    device = next((device for device in devices if device.type != "cpu"), devices[0])
+    # The next piece begins where this one ends.
+    whole = torch.empty(-(-used // _ALIGNED) * _ALIGNED, dtype=torch.uint8, device=device)
+    torch.cat([_bytes(part.tensor.to(device)) for part in parts], out=whole[:used])
+    return _wire_name(parts), whole
 
 
-def is_packed(name: str) -> bool:
-    """Whether a piece is one of :func:`packed`."""
-    return name.startswith(_PACK)
+def _wire_name(parts: list[Part]) -> str:
+    index = []
+    for kind, name, number_format, tensor in parts:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        index.append((kind, to_json(name), number_format, dtype, list(tensor.shape)))
+    return _PREFIX + json.dumps(index, separators=(",", ":"))
+
+
+# --- receiving --------------------------------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
-    """One tensor of a piece; ``start`` and ``stop`` are bytes."""
+    """A part of a piece, without its data; ``start`` and ``stop`` are bytes."""
 
+    kind: Kind
     name: Name
+    format: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
 
+    def of(self, piece: torch.Tensor) -> torch.Tensor:
+        """View of this part in its piece: uint8, aligned for 8-byte elements."""
+        return piece[self.start : self.stop].view(self.dtype).view(self.shape)
+
 
 @lru_cache(maxsize=1024)
 def entries_of(name: str) -> tuple[Entry, ...]:
-    """Contents of a piece of :func:`packed`; the same objects for the same name, at every sync."""
+    """Contents of a piece of :func:`packed`.
+
+    Raises:
+        ValueError: the piece is not one of ours.
+    """
+    if not name.startswith(_PREFIX):
+        raise ValueError(
+            f"the trainer sends {name} without the plugin or with another version of it. Install the same jetrl_verl "
+            "on both sides."
+        )
     entries, start = [], 0
-    for names, rows, dtype_name, shape in json.loads(name.removeprefix(_PACK)):
+    for kind, inner, number_format, dtype_name, shape in json.loads(name.removeprefix(_PREFIX)):
         dtype = getattr(torch, dtype_name)
         stop = start + dtype.itemsize * math.prod(shape)
-        inner = names[0] if rows is None else Stack(tuple(names), tuple(rows))
-        entries.append(Entry(inner, dtype, tuple(shape), start, stop))
+        entries.append(Entry(Kind(kind), from_json(inner), number_format, dtype, tuple(shape), start, stop))
         start = stop
     return tuple(entries)
-
-
-def unpacked(name: str, whole: torch.Tensor) -> Iterator[tuple[Name, torch.Tensor]]:
-    """(name, view) of the tensors in a piece of :func:`packed`, stacks as sent; other tensors unchanged.
-
-    Args:
-        name: of the piece. whole: uint8 if packed, aligned for 8-byte elements.
-    """
-    if not is_packed(name):
-        yield name, whole
-        return
-    for entry in entries_of(name):
-        yield entry.name, whole[entry.start : entry.stop].view(entry.dtype).view(entry.shape)
-
-
-def measured(
-    weights: Iterable[tuple[Name, torch.Tensor]], statistics: SyncStatistics
-) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Pass a stream through and add its size and the time until it is drained to ``statistics``."""
-    started = time.perf_counter()
-    for name, tensor in weights:
-        statistics.bytes += tensor.nbytes
-        yield name, tensor
-    statistics.seconds += time.perf_counter() - started
-
-
-def counted_stock(
-    weights: Iterable[tuple[Name, torch.Tensor]], statistics: SyncStatistics
-) -> Iterator[tuple[Name, torch.Tensor]]:
-    """Pass verl's own stream through and count its bytes."""
-    for name, tensor in weights:
-        statistics.stock_bytes += tensor.nbytes
-        yield name, tensor

@@ -11,7 +11,7 @@ from verl.utils.device import get_device_id
 from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing, folded_in
 from jetrl_verl.checkpoint import validation
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
-from jetrl_verl.metrics.quantization import refuse_to_save_non_finite
+from jetrl_verl.sync.finite import refuse_to_save_non_finite
 from jetrl_verl.train.feature import Feature, from_rank_0, logger
 
 _UNKEPT_SCALES = (

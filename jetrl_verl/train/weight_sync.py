@@ -11,7 +11,8 @@ from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
-from jetrl_verl.sync.wire import SyncStatistics, quantized_by
+from jetrl_verl.sync.quantize import quantized_by
+from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.checkpoints import KeptScales
 from jetrl_verl.train.feature import Feature
 from jetrl_verl.train.flat_gather import FlatGather

@@ -15,7 +15,7 @@ from jetrl_verl import formats
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference import BLOCK, QuantizedTensor
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
 
 RULE, PROMPT = "fp32", list(range(3, 60))
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")

@@ -9,14 +9,15 @@ import json
 import pytest
 import torch
 import vllm_engine
+from streams import receiver_of
 from tiny_models import tiny_model
 
 from jetrl_verl import formats
 from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
+from jetrl_verl.sync.statement import ContractViolation
 
 RULE = "fp32"
 
@@ -50,9 +51,7 @@ def verify(model, weights) -> dict:
     reference = trainer(1)
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
     plans = plan_linears(reference.config, unfit_layers="skip")
-    statement = with_contract(quantize_stream(weights.items(), plans, RULE), scale_rule=RULE, probe=probe)
-    receiver = ContractReceiver()
-    receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
+    receiver = receiver_of(quantize_stream(weights.items(), plans, RULE), scale_rule=RULE, probe=probe)
     return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 import vllm_engine
 from served_mixture import PROMPT, RULE, check_served, policy
+from streams import receiver_of
 from transformers import AutoConfig
 
 from jetrl_verl import formats
 from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.contract import ContractReceiver, with_contract
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.train.weight_stream import stated_routing
 
 
@@ -58,9 +58,7 @@ def test_loaded_experts_equal_those_of_a_weight_sync(folders, start):
     model, trained = worker.model_runner.model, policy()
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
     weights = quantize_stream(trained.state_dict().items(), plan_linears(trained.config), RULE)
-    statement = with_contract(weights, scale_rule=RULE, probe=probe, routing=stated_routing(trained))
-    receiver = ContractReceiver()
-    receiver.take([(name, tensor) for name, tensor in statement if name.startswith("jetrl.contract")])
+    receiver = receiver_of(weights, scale_rule=RULE, probe=probe, routing=stated_routing(trained))
     counts = receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe, routing=live_routing(model))
     assert counts["quantized"] == 2 * (4 + 2)
     check_served(trained, vllm_engine.prompt_log_probs(llm, PROMPT))

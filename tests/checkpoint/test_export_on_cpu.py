@@ -23,7 +23,7 @@ from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.wire import as_tensors, quantize_stream
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 from jetrl_verl.tools.demo.policy import build_tokenizer
 
 WORLD = 2

@@ -37,10 +37,11 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     from jetrl_verl import formats
     from jetrl_verl.config.options import JetConfig
     from jetrl_verl.models.plan import plan_linears
-    from jetrl_verl.sync.contract import with_contract
-    from jetrl_verl.sync.wire import quantize_stream
+    from jetrl_verl.sync.quantize import quantize_stream
+    from jetrl_verl.sync.statement import Statement
     from jetrl_verl.tools.demo import task
     from jetrl_verl.tools.demo.warmup import prompt_ids
+    from jetrl_verl.train.weight_stream import sync_parts
 
     model, tokenizer = load_policy(folder)
     problems = random.Random(3).sample(task.make_splits(task.TaskConfig())["train"], PROMPTS)
@@ -49,7 +50,8 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     llm, worker = vllm_engine.start(folder, options, load_format="dummy", max_model_len=96, max_num_seqs=64)
     monkey_patch_compute_logits(worker.model_runner.model, len(tokenizer))
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    vllm_engine.sync(worker, with_contract(weights, scale_rule=RULE, probe=formats.get("fp8").probe(CPU, RULE)))
+    statement = Statement(scale_rule=RULE, probe=formats.get("fp8").probe(CPU, RULE))
+    vllm_engine.sync(worker, sync_parts(weights, statement))
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]

@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from test_quantization_metrics_on_cpu import watch
 from tiny_models import tiny_model
 
 from jetrl_verl import formats, kernels
@@ -14,7 +15,7 @@ from jetrl_verl.metrics.sample import tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
 
 FP8 = formats.get("fp8")
 TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
@@ -185,7 +186,7 @@ def test_changed_qdata_report_the_smallest_and_largest_share_of_an_expert():
     changes = CodeChanges(plans)
 
     def sync() -> dict[str, float]:
-        list(changes.watch(quantize_stream(model.state_dict().items(), plans, "fp32")))
+        watch(changes, quantize_stream(model.state_dict().items(), plans, "fp32"))
         return changes.metrics()
 
     assert sync() == {}
@@ -207,7 +208,7 @@ def test_the_kept_sample_of_experts_is_bounded_and_covers_every_block(monkeypatc
     changes = CodeChanges(plans)
     sent = dict(quantize_stream(model.state_dict().items(), plans, "fp32"))
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    list(changes.watch([(name, sent[name])]))
+    watch(changes, [(name, sent[name])])
     kept = changes._kept[name,]
     assert kept.sample.shape[0] == 8 and 2**8 < kept.sample.shape[1] <= 2**10
     columns = torch.arange(256 * 256)[:: 256 * 256 // 2**9 | 1]

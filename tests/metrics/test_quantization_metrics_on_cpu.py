@@ -8,24 +8,18 @@ import time
 
 import pytest
 import torch
+from streams import stacked
 from tiny_models import tiny_model
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.block_fp8 import BlockFP8
 from jetrl_verl.metrics import quantization
-from jetrl_verl.metrics.quantization import (
-    CodeChanges,
-    NonFiniteWeightError,
-    QuantizationSampler,
-    refuse_non_finite,
-    refuse_to_save_non_finite,
-)
+from jetrl_verl.metrics.quantization import CodeChanges, QuantizationSampler
 from jetrl_verl.metrics.sample import SAMPLED_LAYERS, shares, tally
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import dequantize_1x128, quantize_1x128, quantize_128x128
-from jetrl_verl.sync.stacks import Stack
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
 
 TOKENS = torch.arange(3 * 100).reshape(3, 100) % 64
 
@@ -259,17 +253,24 @@ def stream_of(model, plans):
     return quantize_stream(model.state_dict().items(), plans, "fp32")
 
 
+def watch(changes: CodeChanges, stream) -> None:
+    """A sync of these weights."""
+    changes.start_sync()
+    for item in stream:
+        changes.add(*item)
+
+
 def test_changed_qdata_are_counted_per_kind():
     """One input column, 128 of 128 x 256 down_proj qdata, is negated; no scale changes."""
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
-    list(changes.watch(stream_of(model, plans)))
+    watch(changes, stream_of(model, plans))
     assert changes.metrics() == {}, "the first sync has nothing to compare with"
     with torch.no_grad():
         weight = model.model.layers[0].mlp.down_proj.weight
         weight[:, 7] = -weight[:, 7]
         zeros = int((quantize_128x128(weight.bfloat16(), "fp32").qdata[:, 7].view(torch.uint8) & 0x7F == 0).sum())
-    list(changes.watch(stream_of(model, plans)))
+    watch(changes, stream_of(model, plans))
     metrics = changes.metrics()
     assert metrics["qdata_changed/down"] == (128 - zeros) / (128 * 256)
     assert metrics["scales_changed/down"] == 0.0
@@ -279,17 +280,17 @@ def test_changed_qdata_are_counted_per_kind():
 def test_an_update_below_fp8_precision_hardly_changes_qdata():
     model, plans = jet_model(num_hidden_layers=1)
     changes = CodeChanges(plans)
-    list(changes.watch(stream_of(model, plans)))
+    watch(changes, stream_of(model, plans))
     changes.metrics()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + 1e-6)
-    list(changes.watch(stream_of(model, plans)))
+    watch(changes, stream_of(model, plans))
     assert max(value for name, value in changes.metrics().items() if name.startswith("qdata")) < 1e-3
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
-    list(changes.watch(stream_of(model, plans)))
+    watch(changes, stream_of(model, plans))
     assert min(value for name, value in changes.metrics().items() if name.startswith("qdata")) > 0.5
 
 
@@ -298,9 +299,9 @@ def test_a_repeated_sync_does_not_hide_an_update():
     model, plans = jet_model(num_hidden_layers=1)
     once, again = CodeChanges(plans), CodeChanges(plans)
     for _ in range(3):
-        list(once.watch(stream_of(model, plans)))
+        watch(once, stream_of(model, plans))
         for _ in range(2):
-            list(again.watch(stream_of(model, plans)))
+            watch(again, stream_of(model, plans))
         expected = once.metrics()
         assert again.metrics() == expected
         with torch.no_grad():
@@ -315,22 +316,12 @@ def test_the_kept_sample_of_a_weight_is_bounded_and_covers_all_blocks(monkeypatc
     changes = CodeChanges(plans)
     weights = {name: t for name, t in stream_of(model, plans) if name.endswith("down_proj.weight")}
     ((name, weight),) = weights.items()
-    list(changes.watch(weights.items()))
+    watch(changes, weights.items())
     kept, qdata = changes._kept[name,], weight.qdata
     assert 2**9 < kept.sample.numel() <= 2**10
     positions = torch.arange(qdata.numel()).view(qdata.shape).flatten()[:: qdata.numel() // 2**10 | 1]
     assert len({(p // 256 // 128, p % 256 // 128) for p in positions.tolist()}) == 2
     assert len({p % 256 for p in positions.tolist()}) == 256
-
-
-def stacked(model):
-    """q, k, v, gate and up of all layers in one tensor, o and down in another, and all norms."""
-    state = model.state_dict()
-    ends = [("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj",), ("down_proj",), ("norm", "layernorm")]
-    for end in ends:
-        names = [name for name in state if name.endswith(tuple(f"{projection}.weight" for projection in end))]
-        yield Stack(tuple(names), tuple(len(state[name]) for name in names)), torch.cat([state[name] for name in names])
-    yield from ((name, state[name]) for name in ("model.embed_tokens.weight", "lm_head.weight"))
 
 
 @pytest.mark.parametrize("sampled", [2**16, 2**10])
@@ -339,8 +330,8 @@ def test_changes_in_a_stack_are_counted_per_kind(monkeypatch, sampled):
     model, plans = jet_model(num_hidden_layers=2)
     in_stacks, alone = CodeChanges(plans), CodeChanges(plans)
     for step in range(2):
-        list(in_stacks.watch(quantize_stream(stacked(model), plans, "fp32")))
-        list(alone.watch(stream_of(model, plans)))
+        watch(in_stacks, quantize_stream(stacked(model), plans, "fp32"))
+        watch(alone, stream_of(model, plans))
         stacks, expected = in_stacks.metrics(), alone.metrics()
         if step == 0:
             for name, parameter in model.named_parameters():
@@ -350,41 +341,6 @@ def test_changes_in_a_stack_are_counted_per_kind(monkeypatch, sampled):
     assert all(stacks[f"{what}_changed/{kind}"] == 0 for what in ("qdata", "scales") for kind in ("o", "gate_up"))
     for name in expected:
         assert stacks[name] == pytest.approx(expected[name], abs=0 if sampled == 2**16 else 0.1)
-
-
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.mlp.up_proj.weight", "model.layers.1.post_attention_layernorm.weight"]
-)
-def test_a_nan_weight_in_a_stack_is_named(name):
-    model, plans = jet_model(num_hidden_layers=2)
-    list(refuse_non_finite(quantize_stream(stacked(model), plans, "fp32")))
-    list(refuse_non_finite(quantize_stream(stacked(model), {}, "fp32")))
-    dict(model.named_parameters())[name].data.view(-1)[-3] = float("nan")
-    for quantized in (plans, {}):
-        with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer has NaN"):
-            list(refuse_non_finite(quantize_stream(stacked(model), quantized, "fp32")))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
-def test_one_non_finite_weight_is_named_at_the_sync(name, value):
-    model, plans = jet_model()
-    stream = dict(refuse_non_finite(stream_of(model, plans)))
-    assert len(stream) == len(model.state_dict()), "a finite model passes"
-    with torch.no_grad():
-        parameter = dict(model.named_parameters())[name]
-        parameter.view(-1)[parameter.numel() // 2 + 3] = value
-    with pytest.raises(NonFiniteWeightError, match=f"weight sync: {name} of the trainer has NaN or Inf"):
-        list(refuse_non_finite(stream_of(model, plans)))
-
-
-def test_a_non_finite_weight_is_not_saved(one_process_group):
-    model, _ = jet_model()
-    refuse_to_save_non_finite(model)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight[3, 4] = float("inf")
-    with pytest.raises(NonFiniteWeightError, match="checkpoint: model.layers.0.self_attn.k_proj.weight of the trainer"):
-        refuse_to_save_non_finite(model)
 
 
 def test_one_nan_weight_makes_the_gradient_norm_non_finite():

@@ -13,10 +13,11 @@ from vllm_engine import sync
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
-from jetrl_verl.sync.wire import as_tensors, quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
+from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.shared_operations import share_operations
+from jetrl_verl.train.weight_stream import sync_parts
 
 FAMILY = "qwen2"
 """Its linears have biases."""
@@ -41,13 +42,10 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
     """Stream of a trainer with linears of this format; ``edit`` changes tensors after their sums are taken."""
     model = build_policy(FAMILY, seed)
     plans = plan_linears(model.config, format_name=linears)
-    weights = with_contract(
-        quantize_stream(model.state_dict().items(), plans, "fp32", linears),
-        scale_rule="fp32",
-        probe=stated_probe(CPU, linears, "fp32"),
-        operations=stated_operations(CPU, operations),
-    )
-    return [(name, edit(name, tensor.clone()) if edit else tensor) for name, tensor in as_tensors(weights)]
+    stated = stated_operations(CPU, operations)
+    statement = Statement(scale_rule="fp32", probe=stated_probe(CPU, linears, "fp32"), operations=stated)
+    parts = sync_parts(quantize_stream(model.state_dict().items(), plans, "fp32", linears), statement)
+    return [part._replace(tensor=edit(part.name, part.tensor.clone())) if edit else part for part in parts]
 
 
 def test_the_engine_has_shared_operations_and_stock_linears(engine):
@@ -70,7 +68,7 @@ def test_the_engine_has_shared_operations_and_stock_linears(engine):
 def test_the_stream_is_bf16_and_log_probabilities_are_close_to_the_trainers(engine):
     llm, worker = engine
     sent = stream(1)
-    assert {tensor.dtype for _, tensor in sent} == {torch.bfloat16, torch.int64, torch.uint8}
+    assert {part.tensor.dtype for part in sent} == {torch.bfloat16, torch.int64, torch.uint8}
     sync(worker, sent)
     prompt = torch.randint(0, SHAPE["vocab_size"], (48,), generator=torch.Generator().manual_seed(0)).tolist()
     rollout = vllm_engine.prompt_log_probs(llm, prompt)
@@ -116,6 +114,6 @@ def test_qdata_cannot_be_loaded_by_an_engine_without_a_format(engine):
 def test_a_probe_on_one_side_alone_is_refused(engine):
     model = build_policy(FAMILY, 4)
     weights = quantize_stream(model.state_dict().items(), {}, "fp32", LINEARS)
-    stated = with_contract(weights, scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))
+    statement = Statement(scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))
     with pytest.raises(ContractViolation, match="gives 0x1 in the trainer, none in the rollout"):
-        sync(engine[1], stated)
+        sync(engine[1], sync_parts(weights, statement))

@@ -18,11 +18,11 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout import qk_norm
-from jetrl_verl.sync.contract import ContractViolation, with_contract
 from jetrl_verl.sync.operations_probe import stated_operations
-from jetrl_verl.sync.wire import quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
+from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import stated_routing
+from jetrl_verl.train.weight_stream import stated_routing, sync_parts
 
 RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
@@ -81,7 +81,7 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     routing = stated_routing(model)
     stated = stated_operations(device, operations, kv_cache, mixture=routing is not None)
     probe = formats.get("fp8").probe(device, RULE)
-    return with_contract(weights, scale_rule=RULE, probe=probe, operations=stated, routing=routing)
+    return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, operations=stated, routing=routing))
 
 
 @dataclass

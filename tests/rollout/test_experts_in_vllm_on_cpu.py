@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from streams import receiver_of
 from test_live_on_cpu import layer
 from tiny_models import tiny_config
 from torch import nn
@@ -18,9 +19,11 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import as_tensors, quantize_stream
+from jetrl_verl.rollout.live import LiveMap, Placement, live_tensors
+from jetrl_verl.sync.contract import ContractReceiver
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
+from jetrl_verl.sync.statement import ContractViolation
+from jetrl_verl.sync.wire import packed, parts_of_weight
 
 INNER = 512
 PREFIX = "model.layers.0.mlp.experts"
@@ -40,8 +43,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def stream(ranks: int):
-    weights = quantize_stream(whole().items(), plan_linears(config(ranks), ranks), "fp32")
-    return list(as_tensors(with_contract(weights, scale_rule="fp32", probe=1, ranks=ranks)))
+    return quantize_stream(whole().items(), plan_linears(config(ranks), ranks), "fp32")
 
 
 def rank_model(rank: int, ranks: int) -> nn.Module:
@@ -68,11 +70,11 @@ def rank_model(rank: int, ranks: int) -> nn.Module:
 
 
 def synced(rank: int, ranks: int) -> tuple[nn.Module, ContractReceiver]:
-    model, receiver = rank_model(rank, ranks), ContractReceiver()
-    for name, tensor in receiver.take(stream(ranks)):
+    model = rank_model(rank, ranks)
+    for name, tensor in as_tensors(stream(ranks)):
         assert is_of_experts(name, model.config)
         load_experts(model, name, tensor, rank)
-    return model, receiver
+    return model, receiver_of(stream(ranks), scale_rule="fp32", probe=1, ranks=ranks)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -81,6 +83,20 @@ def test_every_rank_loads_its_part_and_the_contract_holds(ranks):
         model, receiver = synced(rank, ranks)
         counts = receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
         assert counts["quantized"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_map_places_every_ranks_part_where_the_loader_does(ranks):
+    pieces = list(packed(part for item in stream(ranks) for part in parts_of_weight(*item)))
+    for rank in range(ranks):
+        model, (loaded, _) = rank_model(rank, ranks), synced(rank, ranks)
+        placement = Placement(LiveMap(model))
+        for _ in range(2):  # as if the first sync had been loaded
+            placement.start()
+            placement.place(pieces, lambda tensors: None)
+            placement.commit()
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter.view(torch.uint8), model.get_parameter(name).view(torch.uint8)), (rank, name)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -95,7 +111,7 @@ def test_an_expert_with_the_weights_of_another_is_detected(parameter, ranks):
 
 def test_the_part_of_another_rank_is_detected():
     model, receiver = synced(0, 2)
-    for name, tensor in receiver.take(stream(2)):
+    for name, tensor in as_tensors(stream(2)):
         load_experts(model, name, tensor, 1)
     with pytest.raises(ContractViolation, match="differs"):
         receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)

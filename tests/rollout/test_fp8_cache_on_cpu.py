@@ -23,7 +23,7 @@ from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.rollout import cpu_attention
-from jetrl_verl.sync.contract import ContractViolation
+from jetrl_verl.sync.statement import ContractViolation
 
 FAMILY = "qwen3"
 BLOCK_SIZE, PAGES = (vllm_engine.CROWDED[name] for name in ("block_size", "num_gpu_blocks_override"))

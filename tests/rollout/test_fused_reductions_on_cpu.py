@@ -15,7 +15,7 @@ from tiny_models import tiny_model
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
 from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.rollout.arguments import vllm_arguments
-from jetrl_verl.sync.contract import ContractViolation
+from jetrl_verl.sync.statement import ContractViolation
 
 JET = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 UNCHECKED = replace(JET, contract_check=False)

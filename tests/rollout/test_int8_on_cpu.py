@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm_engine
+from streams import receiver_of
 from tiny_models import tiny_model
 from torch import nn
 
@@ -15,8 +16,9 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.reference import gemm_int8, quantize_int8
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import as_tensors, packed, quantize_stream
+from jetrl_verl.sync.contract import ContractReceiver
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
+from jetrl_verl.sync.statement import ContractViolation
 
 
 def build_trainer(seed: int):  # Qwen2 has biases on q, k and v
@@ -120,10 +122,8 @@ def test_the_rollout_is_closer_to_the_int8_policy_than_to_the_bf16_one(engine):
 
 def statement(trainer) -> ContractReceiver:
     """The contract check's receiver after a sync of ``trainer``."""
-    receiver = ContractReceiver()
     probe = formats.get("int8").probe(torch.device("cpu"), "fp32")
-    receiver.take(list(packed(with_contract(stream(trainer), scale_rule="fp32", probe=probe))))
-    return receiver
+    return receiver_of(stream(trainer), scale_rule="fp32", probe=probe)
 
 
 def test_the_contract_holds_and_detects_each_kind_of_difference(engine):

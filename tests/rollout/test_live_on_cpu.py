@@ -1,29 +1,31 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the trainer's tensors each tensor-parallel rank has, and that the contract check finds it there. vLLM's
-layers are built without constructors, so no process group is needed."""
+"""Which part of the trainer's tensors each tensor-parallel rank has, that a sync copies it there and that the contract
+check finds it there. vLLM's layers are built without constructors, so no process group is needed."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from streams import receiver_of
 from torch import nn
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
-from jetrl_verl.reference import BLOCK, quantize_128x128
-from jetrl_verl.rollout.live import LiveMap, live_tensors, place_scales
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, with_contract
-from jetrl_verl.sync.wire import packed
+from jetrl_verl.reference import BLOCK
+from jetrl_verl.rollout.live import LiveMap, Placement, live_tensors
+from jetrl_verl.sync.stacks import Name, Stack
+from jetrl_verl.sync.statement import ContractViolation
+from jetrl_verl.sync.wire import packed, parts_of_weight
 
 HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
 HEADS, KV_HEADS = 4, 1
-FLOW = formats.get(formats.FLOW)
+FLOW = formats.get("fp8")
 
 
-def whole_tensors() -> dict[str, torch.Tensor]:
+def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """The trainer's tensors of one layer, embedding and head."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shapes = {
         "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
         "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
@@ -56,7 +58,7 @@ def layer(cls, **attributes) -> nn.Module:
 
 
 def quantized(weight: torch.Tensor) -> dict[str, torch.Tensor | SimpleNamespace]:
-    qdata, scales = quantize_128x128(weight, "fp32")
+    qdata, scales = FLOW.quantize_weight(weight, "fp32")
     return {"weight": qdata, "weight" + SCALE_SUFFIX: scales, "quant_method": SimpleNamespace(format=FLOW)}
 
 
@@ -122,16 +124,22 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.
     return model
 
 
-def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ranks: int = TP) -> dict:
-    def stream():
-        for name, tensor in whole.items():
-            if name.endswith("proj.weight") and sent is quantized:
-                yield name, FLOW.quantize_weight(tensor, "fp32")
-            else:
-                yield name, tensor
+def weights(whole: dict[str, torch.Tensor], sent=quantized) -> list[tuple[Name, torch.Tensor | QuantizedWeight]]:
+    """The trainer's stream: projections of equal width stacked, and quantized if ``sent`` is."""
+    groups: dict[object, list[str]] = {}
+    for name, tensor in whole.items():
+        groups.setdefault(tensor.shape[1:] if "layers." in name else name, []).append(name)
+    stream = []
+    for names in groups.values():
+        stack = Stack(tuple(names), tuple(len(whole[name]) for name in names)) if len(names) > 1 else names[0]
+        tensor = torch.cat([whole[name] for name in names])
+        is_quantized = sent is quantized and names[0].endswith("proj.weight")
+        stream.append((stack, FLOW.quantize_weight(tensor, "fp32") if is_quantized else tensor))
+    return stream
 
-    receiver = ContractReceiver()
-    receiver.take(list(packed(with_contract(stream(), scale_rule="fp32", probe=1, ranks=ranks))))
+
+def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ranks: int = TP) -> dict:
+    receiver = receiver_of(weights(whole, sent), scale_rule="fp32", probe=1, ranks=ranks)
     return receiver.verify(live_tensors(model), scale_rule="fp32", probe=1)
 
 
@@ -186,32 +194,121 @@ def test_swapped_gate_and_up_are_detected():
         verify(model, whole)
 
 
-def whole_scales(whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    weights = {name: tensor for name, tensor in whole.items() if name.endswith("proj.weight")}
-    return {name + SCALE_SUFFIX: quantize_128x128(tensor, "fp32").scales for name, tensor in weights.items()}
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(torch.uint8)
 
 
+def pieces(seed: int, sent=quantized) -> list[tuple[str, torch.Tensor]]:
+    """Of a sync, in one buffer as in verl's receiver."""
+    stream = packed([part for item in weights(whole_tensors(seed), sent) for part in parts_of_weight(*item)])
+    names, tensors = zip(*stream, strict=True)
+    return list(zip(names, torch.cat(tensors).split([len(tensor) for tensor in tensors]), strict=True))
+
+
+class Rank:
+    """A worker with loaders that place a tensor where the model of its rank has it."""
+
+    def __init__(self, rank: int, form=quantized) -> None:
+        self.rank, self.form, self.loaded = rank, form, []
+        self.model = rank_model(rank, whole_tensors(9), form)
+        self.placement = Placement(LiveMap(self.model))
+
+    def sync(self, seed: int, verified: bool = True) -> int:
+        """Returns how many tensors were loaded."""
+        self.loaded.clear()
+        self.placement.start()
+        self.placement.place(pieces(seed, self.form), lambda tensors: self.load(seed, tensors))
+        if verified:
+            self.placement.commit()
+        return len(self.loaded)
+
+    def load(self, seed: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
+        self.loaded += tensors
+        for name, parameter in rank_model(self.rank, whole_tensors(seed), self.form).named_parameters():
+            if not name.endswith(SCALE_SUFFIX):
+                self.model.get_parameter(name).data.copy_(parameter)
+
+    def has(self, seed: int) -> bool:
+        expected = rank_model(self.rank, whole_tensors(seed), self.form).named_parameters()
+        return all(torch.equal(bits(parameter), bits(self.model.get_parameter(name))) for name, parameter in expected)
+
+    def forget(self) -> None:
+        """As a sleep that discards the weights."""
+        for parameter in self.model.parameters():
+            bits(parameter).fill_(0x55)
+
+
+@pytest.mark.parametrize("form", [quantized, plain])
 @pytest.mark.parametrize("rank", range(TP))
-def test_scales_are_placed_in_each_ranks_parameters(rank):
-    whole = whole_tensors()
-    model = rank_model(rank, whole)
-    for name, parameter in model.named_parameters():
-        if name.endswith(SCALE_SUFFIX):
-            parameter.data.fill_(float("nan"))
-    with pytest.raises(ContractViolation, match="q_proj.weight differs"):
-        verify(model, whole)
-    place_scales(live_tensors(model), whole_scales(whole))
-    assert verify(model, whole)["quantized"] == 7
+def test_later_syncs_copy_every_tensor_by_the_map_with_the_loaders_bits(rank, form):
+    worker = Rank(rank, form)
+    assert worker.sync(0) == len(whole_tensors()) and worker.has(0)
+    worker.forget()
+    assert worker.sync(1) == 0 and worker.has(1), "padded rows are zeros again"
 
 
-def test_scales_without_a_parameter_are_refused():
-    whole = whole_tensors()
-    scales = whole_scales(whole)
-    with pytest.raises(ValueError, match="the trainer sends .*q_proj.weight_scale_inv, and the rollout has no"):
-        place_scales(live_tensors(rank_model(0, whole, plain)), scales)
-    name = "model.layers.0.mlp.down_proj.weight" + SCALE_SUFFIX
-    with pytest.raises(ValueError, match=r"down_proj.weight_scale_inv is \[1, 4\] in the trainer"):
-        place_scales(live_tensors(rank_model(0, whole)), {name: scales[name][:1]})
+def test_rows_that_are_adjacent_on_both_sides_are_one_copy():
+    """Rank 0 of one: gate and up follow each other in the stack and in the parameter."""
+    whole = {f"model.layers.0.mlp.{name}_proj.weight": torch.randn(INNER, HIDDEN).bfloat16() for name in ("gate", "up")}
+    worker = Rank(0)
+    layer_of_one_rank = worker.model.model.layers[0].mlp.gate_up_proj
+    layer_of_one_rank.tp_size = 1
+    for name, value in quantized(torch.cat(list(whole.values()))).items():
+        setattr(layer_of_one_rank, name, nn.Parameter(value, False) if isinstance(value, torch.Tensor) else value)
+    worker.placement = Placement(LiveMap(worker.model))
+    stream = list(packed([part for item in weights(whole) for part in parts_of_weight(*item)]))
+    worker.placement.start()
+    worker.placement.place(stream, lambda tensors: None)
+    worker.placement.commit()
+    copies = [copy for places in worker.placement._places.values() for copy in places.copies]
+    sizes = {2 * INNER * HIDDEN, 2 * INNER * HIDDEN // BLOCK**2 * 4}
+    assert {(copy.dtype, copy.target.nbytes) for copy in copies} == {(torch.int64, size) for size in sizes}
+    assert len(copies) == 2
+
+
+def test_adjacent_parameters_of_two_storages_are_two_copies():
+    memory = bytearray(2 * 2**12)
+    skipped = -(torch.frombuffer(memory, dtype=torch.uint8).data_ptr()) % 16
+    halves = [torch.frombuffer(memory, dtype=torch.bfloat16, count=1024, offset=skipped + at) for at in (0, 2048)]
+    assert halves[0].data_ptr() + halves[0].nbytes == halves[1].data_ptr()
+    model = nn.Module()
+    model.one, model.other = (layer(nn.Module, weight=half) for half in halves)
+    model.config = SimpleNamespace(model_type="qwen2")
+    placement, stack = Placement(LiveMap(model)), Stack(("one.weight", "other.weight"), (1024, 1024))
+    for value in (1.0, 2.0):
+        placement.start()
+        sent = packed(parts_of_weight(stack, torch.full((2048,), value).bfloat16()))
+        placement.place(list(sent), lambda tensors: None)
+        placement.commit()
+    assert len(placement._places) == 1 and all((half == 2.0).all() for half in halves)
+
+
+def test_the_loaders_run_after_a_moved_parameter_another_piece_or_a_sync_that_was_not_verified():
+    worker = Rank(0)
+    of_all = worker.sync(0)
+    assert worker.sync(1, verified=False) == 0
+    assert worker.sync(2) == of_all and worker.has(2)
+    weight = worker.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    weight.data = weight.data.clone()
+    assert worker.sync(3) == of_all and worker.has(3) and worker.sync(0) == 0
+    other = [part for part in parts_of_weight("model.norm.weight", torch.ones(HIDDEN).bfloat16())]
+    worker.loaded.clear()
+    worker.placement.start()
+    worker.placement.place(list(packed(other)), worker.loaded.extend)
+    assert [name for name, _ in worker.loaded] == ["model.norm.weight"]
+
+
+def test_scales_without_a_place_are_refused():
+    placement = Placement(LiveMap(rank_model(0, whole_tensors(), plain)))
+    placement.start()
+    with pytest.raises(ValueError, match="the trainer sends scales of .*q_proj.weight, and the rollout has none"):
+        placement.place(pieces(0), lambda tensors: None)
+    name = "model.layers.0.mlp.down_proj.weight"
+    placement = Placement(LiveMap(rank_model(0, whole_tensors())))
+    placement.start()
+    half = FLOW.quantize_weight(whole_tensors()[name][:BLOCK], "fp32")
+    with pytest.raises(ValueError, match=rf"scales of {name} are \[1, 4\] in the trainer, and of \[256, 512\]"):
+        placement.place(list(packed(parts_of_weight(name, half))), lambda tensors: None)
 
 
 def test_a_parameter_that_moved_is_mapped_to_its_new_address():
@@ -223,7 +320,7 @@ def test_a_parameter_that_moved_is_mapped_to_its_new_address():
     weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
     weight.data = weight.data.clone()
     weight.data.view(torch.uint8)[3, 5] ^= 1
-    live = live_map.tensors()["model.layers.0.mlp.down_proj.weight"].tensor
+    live = live_map.tensors()["model.layers.0.mlp.down_proj.weight"].data
     assert live.data_ptr() == weight.data_ptr() and torch.equal(live.view(torch.uint8), weight.data.view(torch.uint8))
 
 

@@ -10,7 +10,7 @@ import vllm_engine
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.wire import as_tensors, quantize_stream
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
 SEED = 11
 SHAPES = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import vllm_engine
+from streams import receiver_of
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from vllm_engine import sync
@@ -18,8 +19,10 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout.live import live_tensors
-from jetrl_verl.sync.contract import SUM_PREFIX, ContractReceiver, ContractViolation, Manifest, with_contract
-from jetrl_verl.sync.wire import SyncStatistics, as_tensors, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.quantize import quantize_stream
+from jetrl_verl.sync.statement import ContractViolation, Manifest, Statement
+from jetrl_verl.sync.wire import Kind, SyncStatistics, packed
+from jetrl_verl.train.weight_stream import sync_parts
 
 RULE = "fp32"
 
@@ -38,25 +41,29 @@ def engine(tmp_path_factory, cpu_platform):
         yield vllm_engine.start(folder, options, load_format="dummy")
 
 
-def stream(model, *, edit=None, rule: str = RULE, plans=None, statistics: SyncStatistics | None = None):
-    """The trainer's stream; ``edit`` changes its finished list of (name, tensor)."""
-    statistics = statistics if statistics is not None else SyncStatistics()
-    plans = plans or plan_linears(model.config)
-    weights = quantize_stream(counted_stock(model.state_dict().items(), statistics), plans, rule)
-    items = with_contract(weights, scale_rule=rule, probe=formats.get("fp8").probe(torch.device("cpu"), rule))
-    tensors = as_tensors(items)
-    return measured(edit(list(tensors)) if edit else tensors, statistics)
+def facts(rule: str = RULE) -> dict:
+    return dict(scale_rule=rule, probe=formats.get("fp8").probe(torch.device("cpu"), rule))
+
+
+def quantized(model, rule: str = RULE, plans=None):
+    return quantize_stream(model.state_dict().items(), plans or plan_linears(model.config), rule)
+
+
+def stream(model, *, edit=None, rule: str = RULE, plans=None):
+    """The parts of the trainer's sync; ``edit`` changes the finished list."""
+    parts = list(sync_parts(quantized(model, rule, plans), Statement(**facts(rule))))
+    return edit(parts) if edit else parts
 
 
 def test_a_sync_loads_qdata_in_place_and_the_contract_holds(engine):
     llm, worker = engine
     model = build_trainer(1)
     addresses = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+    sync(worker, stream(model))
     statistics = SyncStatistics()
-    sync(worker, stream(model, statistics=statistics))
-    quantized = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
-    assert statistics.stock_bytes == 4 * sum(p.numel() for p in model.parameters())
-    assert quantized < statistics.bytes < statistics.stock_bytes / 2
+    assert list(packed(stream(model), statistics)) and statistics.seconds > 0
+    elements = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
+    assert elements < statistics.bytes < 2 * sum(p.numel() for p in model.parameters())
     # A captured CUDA graph would still read the right storage.
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
 
@@ -98,12 +105,15 @@ def test_live_layers_equal_the_trainers_in_every_bit(engine):
     assert isinstance(attention.q_proj, JetLinear)
 
 
-def tamper(name: str, change):
+def tamper(name: str, change, kind: Kind = Kind.WEIGHT):
     """Edit one tensor after its sums were taken, as a faulty wire or loader would."""
 
-    def edit(items):
-        assert name in dict(items), name
-        return [(n, change(t.clone()) if n == name else t) for n, t in items]
+    def edit(parts):
+        assert (name, kind) in {(part.name, part.kind) for part in parts}, name
+        return [
+            part._replace(tensor=change(part.tensor.clone())) if (part.name, part.kind) == (name, kind) else part
+            for part in parts
+        ]
 
     return edit
 
@@ -113,34 +123,39 @@ def flip_one_byte(qdata: torch.Tensor) -> torch.Tensor:
     return qdata
 
 
-def swap_k_and_v_bias(items):
+def swap_k_and_v_bias(parts):
     """k's bias in v's place, as in a wrong merge order."""
     k, v = ("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.v_proj.bias")
-    by_name = dict(items)
-    return [(n, by_name[v] if n == k else by_name[k] if n == v else t) for n, t in items]
+    return [part._replace(name={k: v, v: k}.get(part.name, part.name)) for part in parts]
 
 
 def edit_manifest(change):
-    def edit(items):
-        name, tensor = items[-1]
-        manifest = Manifest.from_tensor(tensor)
+    def edit(parts):
+        manifest = Manifest.from_tensor(parts[-1].tensor)
         change(manifest)
-        return [*items[:-1], (name, manifest.to_tensor())]
+        return [*parts[:-1], parts[-1]._replace(tensor=manifest.to_tensor())]
 
     return edit
 
 
-def widen_q(items):
+def widen_q(parts):
     """A trainer with wider heads than vLLM's, whose loader would silently take the first rows."""
-    name = SUM_PREFIX + "model.layers.0.self_attn.q_proj.weight"
-    return [(n, torch.cat([t, t]) if n == name else t) for n, t in items]
+    name, (sums, manifest) = "model.layers.0.self_attn.q_proj.weight", (part.tensor for part in parts[-2:])
+    manifest = Manifest.from_tensor(manifest)
+    places = {weight: indices for weight, _, indices in manifest.places()}[name].flatten()
+    end = int(places[-1]) + 1
+    wide = torch.cat([sums[:end], sums[places], sums[end:]])
+    at = next(i for i, weight in enumerate(manifest.weights) if weight.name == name)
+    rows, columns = manifest.weights[at].shape
+    manifest.weights[at] = manifest.weights[at]._replace(shape=(2 * rows, columns))
+    return [*parts[:-2], parts[-2]._replace(tensor=wide), parts[-1]._replace(tensor=manifest.to_tensor())]
 
 
-def forget_bias(items):
+def forget_bias(parts):
     """A bias that is not sent keeps vLLM's initial values."""
     name = "model.layers.1.self_attn.q_proj.bias"
-    others = [(n, t) for n, t in items if n not in (name, SUM_PREFIX + name)]
-    return edit_manifest(lambda manifest: manifest.plain.remove(name))(others)
+    others = [item for item in quantized(build_trainer(4)) if item[0] != name]
+    return list(sync_parts(others, Statement(**facts())))
 
 
 @pytest.mark.parametrize(
@@ -151,18 +166,19 @@ def forget_bias(items):
             r"layers\.0\.self_attn\.q_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
         ),
         (
-            tamper("model.layers.1.mlp.down_proj.weight_scale_inv", lambda scale: scale * 2),
+            tamper("model.layers.1.mlp.down_proj.weight", lambda scales: scales * 2, Kind.SCALES),
             r"layers\.1\.mlp\.down_proj\.weight differs",
         ),
         (swap_k_and_v_bias, r"layers\.0\.self_attn\.k_proj\.bias differs"),
         (tamper("model.norm.weight", lambda norm: norm + 1), r"model\.norm\.weight differs"),
         (tamper("model.embed_tokens.weight", lambda w: w.roll(1, 0)), r"model\.embed_tokens\.weight differs"),
         (edit_manifest(lambda manifest: setattr(manifest, "probe", 7)), "probe GEMM gives 0x7 in the trainer"),
-        (lambda items: items[:-1], "the trainer sent no statement"),
+        (lambda parts: parts[:-1], "the trainer sent no statement"),
+        (lambda parts: [*parts[:-2], parts[-1]], r"0 of the trainer's \d+ sums arrived"),
         (forget_bias, r"layers\.1\.self_attn\.q_proj\.bias is a parameter of the rollout that the trainer did not"),
         (widen_q, r"layers\.0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
     ],
-    ids=["byte", "scale", "bias-order", "norm", "embedding", "probe", "no-manifest", "unsent", "shape"],
+    ids=["byte", "scale", "bias-order", "norm", "embedding", "probe", "no-manifest", "no-sums", "unsent", "shape"],
 )
 def test_each_kind_of_difference_is_refused(engine, edit, message):
     _, worker = engine
@@ -186,24 +202,14 @@ def test_a_layer_in_bf16_in_the_trainer_alone_is_refused(engine):
         sync(worker, stream(model, plans=plans))
 
 
-def test_a_tensor_without_sums_is_named(engine):
-    _, worker = engine
-    name = SUM_PREFIX + "model.norm.weight"
-    with pytest.raises(ContractViolation, match=r"sums of model\.norm\.weight did not arrive"):
-        sync(worker, stream(build_trainer(4), edit=lambda items: [item for item in items if item[0] != name]))
-
-
 def test_a_changed_byte_in_a_live_weight_is_detected(engine):
     _, worker = engine
     model = build_trainer(5)
     sync(worker, stream(model))
-    receiver_items = [(n, t) for n, t in stream(model) if n.startswith("jetrl.contract")]
 
     def verify():
-        receiver = ContractReceiver()
-        assert receiver.take(receiver_items) == []
         live = live_tensors(worker.model_runner.model)
-        return receiver.verify(live, scale_rule=RULE, probe=formats.get("fp8").probe(torch.device("cpu"), RULE))
+        return receiver_of(quantized(model), **facts()).verify(live, **facts())
 
     counts = verify()
     assert (counts["quantized"], counts["plain"]) == (14, 13)
@@ -217,16 +223,7 @@ def test_a_changed_byte_in_a_live_weight_is_detected(engine):
 def test_a_loaders_error_is_raised_and_the_next_sync_works(engine):
     _, worker = engine
 
-    def wrong_shape(items):
-        return [(n, t[:128] if n == "model.layers.0.mlp.up_proj.weight" else t) for n, t in items]
-
+    wrong_shape = tamper("model.layers.0.mlp.up_proj.weight", lambda qdata: qdata[:128])
     with pytest.raises(RuntimeError, match=r"start \(0\) \+ length \(384\) exceeds dimension size \(128\)"):
         sync(worker, stream(build_trainer(6), edit=wrong_shape))
     sync(worker, stream(build_trainer(6)))
-
-
-def test_the_trainer_sends_sums_of_every_tensor():
-    model = build_trainer(7)
-    items = list(stream(model))
-    summed = {name.removeprefix(SUM_PREFIX) for name, _ in items if name.startswith(SUM_PREFIX)}
-    assert summed == set(model.state_dict())

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from streams import receiver_of
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import _unwritten
@@ -15,8 +16,9 @@ from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.decode_attention import choose_cluster, native_decode_attention_bf16
 from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveTensor, Manifest, with_contract
+from jetrl_verl.sync.contract import LiveTensor
 from jetrl_verl.sync.operations_probe import _mixture_inputs, _places, stated_operations
+from jetrl_verl.sync.statement import ContractViolation, Manifest
 
 CPU = torch.device("cpu")
 NORM = torch.ones(8, dtype=torch.bfloat16)
@@ -46,10 +48,8 @@ def sums() -> dict[str, int]:
 
 def verify(trainer: dict[str, int], rollout: dict[str, int], routings=(None, None)) -> dict:
     """The check on a model of one norm, between sides that state these sums and these routings."""
-    live = {"norm": LiveTensor(NORM, None, slice(0, 8), slice(0, 1), (8, 1))}
-    receiver = ContractReceiver()
-    stated = dict(scale_rule="fp32", probe=1, operations=trainer, routing=routings[0])
-    receiver.take(list(with_contract([("norm", NORM)], **stated)))
+    live = {"norm": LiveTensor(NORM, slice(0, 8), slice(0, 1), (8, 1))}
+    receiver = receiver_of([("norm", NORM)], scale_rule="fp32", probe=1, operations=trainer, routing=routings[0])
     return receiver.verify(live, scale_rule="fp32", probe=1, operations=rollout, routing=routings[1])
 
 

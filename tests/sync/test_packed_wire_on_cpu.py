@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from streams import unstacked
+from streams import Arrived, receiver_of, unstacked
 
 from jetrl_verl import formats, kernels
-from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
+from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.sync import contract, wire
-from jetrl_verl.sync.contract import ContractReceiver, ContractViolation, LiveParameter, LiveTensor, with_contract
-from jetrl_verl.sync.stacks import Stack, parts_of
-from jetrl_verl.sync.wire import as_tensors, is_packed, packed, unpacked
+from jetrl_verl.sync.contract import LiveTensor
+from jetrl_verl.sync.stacks import Name, Stack, parts_of
+from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.sync.wire import Kind, Part, entries_of, packed
+from jetrl_verl.train.weight_stream import sync_parts
 
 ODD = {
     "a/bytes": torch.arange(13, dtype=torch.uint8),
@@ -29,8 +31,12 @@ ODD = {
 }
 
 
-def arrived(pieces) -> dict[str, torch.Tensor]:
-    return dict(pair for name, whole in pieces for item in unpacked(name, whole) for pair in parts_of(*item))
+def part(name: Name, tensor: torch.Tensor, kind: Kind = Kind.WEIGHT) -> Part:
+    return Part(kind, name, formats.UNQUANTIZED, tensor)
+
+
+def parts(tensors) -> list[Part]:
+    return [part(*item) for item in tensors]
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -40,35 +46,53 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def test_small_tensors_of_every_type_arrive_in_one_piece():
-    pieces = list(packed(ODD.items()))
-    ((name, whole),) = pieces
-    assert is_packed(name) and whole.dtype == torch.uint8 and whole.numel() % 16 == 0
-    tensors = arrived(pieces)
+    pieces = list(packed(parts(ODD.items())))
+    ((_, whole),) = pieces
+    assert whole.dtype == torch.uint8 and whole.numel() % 16 == 0
+    tensors = Arrived(pieces)
     assert tensors.keys() == ODD.keys()
     assert all(same(tensors[name], tensor) for name, tensor in ODD.items())
+
+
+def test_a_piece_says_what_its_parts_are():
+    stack = Stack(("q", "k"), (256, 128))
+    sent = [
+        Part(Kind.WEIGHT, stack, "fp8", torch.zeros(384, 128, dtype=torch.float8_e4m3fn)),
+        Part(Kind.SCALES, stack, "fp8", torch.ones(3, 1)),
+        part("norm", torch.ones(128)),
+        part("", torch.arange(3), Kind.SUMS),
+    ]
+    ((name, _),) = packed(list(sent))
+    entries = {(entry.kind, entry.name, entry.format, entry.shape) for entry in entries_of(name)}
+    assert entries == {(kind, of, form, tuple(tensor.shape)) for kind, of, form, tensor in sent}
+    with pytest.raises(ValueError, match="the trainer sends model.norm.weight without the plugin"):
+        entries_of("model.norm.weight")
 
 
 def test_large_tensors_keep_their_order_and_packs_are_bounded(monkeypatch):
     monkeypatch.setattr(wire, "_SMALL", 64)
     monkeypatch.setattr(wire, "_PACK_BYTES", 256)
     sent = [(f"t{i}", torch.full((100 if i % 5 == 0 else i % 7 + 1,), float(i))) for i in range(120)]
-    pieces = list(packed(sent))
-    assert [name for name, _ in pieces if not is_packed(name)] == [f"t{i}" for i in range(0, 120, 5)]
-    packs = [whole for name, whole in pieces if is_packed(name)]
+    pieces = list(packed(parts(sent)))
+    contents = [[entry.name for entry in entries_of(name)] for name, _ in pieces]
+    assert [names[0] for names in contents if len(names) == 1] == [f"t{i}" for i in range(0, 120, 5)]
+    packs = [whole for names, (_, whole) in zip(contents, pieces, strict=True) if len(names) > 1]
     assert 3 < len(packs) < 10 and all(256 - 16 < len(whole) <= 256 + 64 for whole in packs[:-1])
-    assert all(same(arrived(pieces)[name], tensor) for name, tensor in sent)
+    tensors = Arrived(pieces)
+    assert all(same(tensors[name], tensor) for name, tensor in sent)
 
 
 def test_pieces_after_a_large_tensor_of_odd_length_are_aligned():
     """As after a manifest of many names: pieces lie next to each other in a bucket."""
     odd = torch.arange(wire._SMALL + 3).to(torch.uint8)
-    pieces = list(packed([("odd", odd), ("sums", torch.arange(5))]))
+    pieces = list(packed(parts([("odd", odd), ("numbers", torch.arange(5))])))
     assert [piece.nbytes % 16 for _, piece in pieces] == [0, 0]
-    bucket, start, got = torch.cat([piece for _, piece in pieces]), 0, {}
+    bucket, start, moved = torch.cat([piece for _, piece in pieces]), 0, []
     for name, piece in pieces:
-        got |= dict(unpacked(name, bucket[start : start + piece.nbytes]))
+        moved.append((name, bucket[start : start + piece.nbytes]))
         start += piece.nbytes
-    assert torch.equal(got["odd"], odd) and torch.equal(got["sums"], torch.arange(5))
+    tensors = Arrived(moved)
+    assert torch.equal(tensors["odd"], odd) and torch.equal(tensors["numbers"], torch.arange(5))
 
 
 def test_a_stack_is_cut_into_bounded_pieces_and_a_weight_never_is(monkeypatch):
@@ -77,34 +101,22 @@ def test_a_stack_is_cut_into_bounded_pieces_and_a_weight_never_is(monkeypatch):
     rows = torch.arange(60 * 32, dtype=torch.float32).view(60, 32)  # 128 bytes each
     lengths = (3, 3, 2, 1, 20, 4, 4, 23)
     stack = Stack(tuple(f"t{i}" for i in range(len(lengths))), lengths)
-    pieces = list(packed([(stack, rows)]))
-    assert [len(arrived([piece])) for piece in pieces] == [3, 1, 1, 2, 1]
-    tensors = arrived(pieces)
+    pieces = list(packed([part(stack, rows)]))
+    assert [len(Arrived([piece])) for piece in pieces] == [3, 1, 1, 2, 1]
+    tensors = Arrived(pieces)
     assert all(same(tensors[name], part) for name, part in zip(stack.names, rows.split(lengths), strict=True))
     monkeypatch.setattr(wire, "_STACK_BYTES", 2**20)
-    ((name, whole),) = packed([(stack, rows)])
+    ((name, whole),) = packed([part(stack, rows)])
     assert whole.data_ptr() == rows.data_ptr(), "a stack is not copied"
-    ((arrived_stack, _),) = unpacked(name, whole)
-    assert (arrived_stack.names, arrived_stack.rows) == (stack.names, lengths)
-    assert next(unpacked(name, whole))[0] is arrived_stack, "a received stack is the same object each time"
-
-
-def test_small_stacks_and_their_scales_and_sums_keep_their_names():
-    stack = Stack(("q", "k"), (256, 128))
-    scales, sums = stack.renamed("", SCALE_SUFFIX), stack.renamed("sum of ", "")
-    sent = [(scales, torch.arange(6.0).view(3, 2)), (sums, torch.arange(9).view(3, 3)), (stack, torch.arange(384.0))]
-    ((name, whole),) = packed(sent)
-    tensors = arrived([(name, whole)])
-    assert torch.equal(tensors["q" + SCALE_SUFFIX], torch.arange(4.0).view(2, 2))
-    assert torch.equal(tensors["sum of k"], torch.tensor([[6, 7, 8]]))
-    assert torch.equal(tensors["k"], torch.arange(256.0, 384.0))
-    assert stack.renamed("", SCALE_SUFFIX) is scales and stack.renamed("", "") is stack
+    (entry,) = entries_of(name)
+    assert entry.name == stack
 
 
 def test_a_pack_fits_the_smallest_bucket():
     """Without CUDA IPC verl's sender refuses a tensor that is larger than its bucket, of one megabyte at least."""
     sent = [(f"t{i}", torch.zeros(wire._SMALL, dtype=torch.uint8)) for i in range(7)]
-    assert max(len(whole) for _, whole in packed([("s", torch.zeros(100, dtype=torch.uint8)), *sent])) < 2**20
+    sent = parts([("s", torch.zeros(100, dtype=torch.uint8)), *sent])
+    assert max(len(whole) for _, whole in packed(sent)) < 2**20
 
 
 @pytest.mark.parametrize("name", list(formats.FORMATS))
@@ -126,33 +138,32 @@ def stacked():
     number_format = formats.get("fp8")
     weight = number_format.quantize_weight(torch.randn(384, 256).bfloat16(), "fp32")
     norm, head = torch.randn(256).bfloat16(), torch.randn(96, 256).bfloat16()
-    live = LiveParameter(weight.qdata.clone(), weight.scales.clone())
+    live = QuantizedWeight(number_format, weight.qdata.clone(), weight.scales.clone())
     live_tensors = {
-        "norm": LiveTensor(norm.clone(), None, slice(0, 256), slice(0, 1), (256, 1)),
-        "head": LiveTensor(head.clone(), None, slice(0, 96), slice(0, 256), (96, 256)),
+        "norm": LiveTensor(norm.clone(), slice(0, 256), slice(0, 1), (256, 1)),
+        "head": LiveTensor(head.clone(), slice(0, 96), slice(0, 256), (96, 256)),
     }
-    stack = Stack(("q", "k"), (256, 128))
     for name, start, rows in (("q", 0, 256), ("k", 256, 128)):
-        part = (live.data[start : start + rows], live.scales[start // 128 : (start + rows) // 128])
-        place = slice(0, rows), slice(0, 256), (rows, 256), live, start
-        live_tensors[name] = LiveTensor(*part, *place, format=number_format)
-    return [(stack, weight), ("norm", norm), ("head", head)], live_tensors
+        blocks = slice(start // 128, (start + rows) // 128)
+        value = QuantizedWeight(number_format, live.qdata[start : start + rows], live.scales[blocks])
+        live_tensors[name] = LiveTensor(value, slice(0, rows), slice(0, 256), (rows, 256), live, start)
+    return [(Stack(("q", "k"), (256, 128)), weight), ("norm", norm), ("head", head)], live_tensors
 
 
 def without_stacks(sent) -> list:
-    """The same weights, each under its own name."""
-    (stack, weight), *rest = sent
-    pairs = zip(parts_of(stack, weight.qdata), parts_of(stack, weight.scales), strict=True)
-    return [(name, QuantizedWeight(weight.format, qdata, scales)) for (name, qdata), (_, scales) in pairs] + rest
+    """The same weights, each alone."""
+    (stack, weight), *others = sent
+    both = zip(parts_of(stack, weight.qdata), parts_of(stack, weight.scales), strict=True)
+    return [(name, QuantizedWeight(weight.format, qdata, scales)) for (name, qdata), (_, scales) in both] + others
+
+
+FACTS = dict(scale_rule="fp32", probe=1)
 
 
 def check(sent, live_tensors) -> dict:
-    receiver = ContractReceiver()
-    rest = receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
-    assert {name for name, _ in rest} == {name for name, _ in unstacked(as_tensors(sent))}, (
-        "the loaders get every weight"
-    )
-    return receiver.verify(live_tensors, scale_rule="fp32", probe=1)
+    pieces = list(packed(sync_parts(sent, Statement(**FACTS))))
+    assert Arrived(pieces).keys() == dict(unstacked(sent)).keys(), "the loaders get every weight"
+    return receiver_of(sent, **FACTS).verify(live_tensors, **FACTS)
 
 
 @pytest.mark.parametrize("first", ["meta", "cpu"])
@@ -160,7 +171,7 @@ def test_a_pack_is_on_the_device_of_its_first_tensor_off_the_host(first):
     """The contract's manifest is built on the host, everything else on the GPU, for which ``meta`` stands here."""
     second = {"meta": "cpu", "cpu": "meta"}[first]
     tensors = [("a", torch.zeros(3, dtype=torch.uint8, device=first)), ("b", torch.zeros(5, 2, device=second))]
-    ((_, whole),) = packed(tensors)
+    ((_, whole),) = packed(parts(tensors))
     assert whole.device.type == "meta"
 
 
@@ -174,33 +185,34 @@ def test_the_check_sums_a_stacked_parameter_of_a_packed_stream_once(stacked, mon
         return stock(matrices, constants)
 
     monkeypatch.setattr(kernels, "block_sums", spied)
-    assert check(*stacked) == counts
+    sent, live_tensors = stacked
+    assert receiver_of(sent, **FACTS).verify(live_tensors, **FACTS) == counts
     assert (counts["quantized"], counts["plain"]) == (2, 2)
     assert calls == [[(384, 256)], [(384, 256)]], "once in the trainer, once in the rollout"
     calls.clear()
-    assert check(without_stacks(stacked[0]), stacked[1]) == counts
+    assert receiver_of(without_stacks(sent), **FACTS).verify(live_tensors, **FACTS) == counts
     assert calls == [[(256, 256)], [(128, 256)], [(384, 256)]]
-    separate = {name: replace(part, parameter=None, start=0) for name, part in stacked[1].items()}
-    assert check(stacked[0], separate) == counts
+    separate = {name: replace(tensor, parameter=None, start=0) for name, tensor in live_tensors.items()}
+    assert check(sent, separate) == counts
 
 
 def test_the_comparison_is_built_once_and_again_for_other_tensors(stacked, monkeypatch):
     sent, live_tensors = stacked
-    receiver, built = ContractReceiver(), []
+    receiver, built = receiver_of(sent, **FACTS), []
     stock = contract._Comparison.__init__
     monkeypatch.setattr(contract._Comparison, "__init__", lambda self, *args: built.append(1) or stock(self, *args))
 
     def sync(sent, live_tensors) -> dict:
         receiver.start()
-        receiver.take(list(packed(with_contract(sent, scale_rule="fp32", probe=1))))
-        return receiver.verify(live_tensors, scale_rule="fp32", probe=1)
+        receiver.take(packed(sync_parts(sent, Statement(**FACTS))))
+        return receiver.verify(live_tensors, **FACTS)
 
     counts = sync(sent, live_tensors)
     assert sync(sent, live_tensors) == counts and len(built) == 1
-    live_tensors["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
+    live_tensors["q"].parameter.qdata.view(torch.uint8)[3, 5] ^= 1
     with pytest.raises(ContractViolation, match="q differs between trainer and rollout in 1 of"):
         sync(sent, live_tensors)
-    live_tensors["q"].parameter.data.view(torch.uint8)[3, 5] ^= 1
+    live_tensors["q"].parameter.qdata.view(torch.uint8)[3, 5] ^= 1
     assert sync(sent, dict(live_tensors)) == counts and len(built) == 2, "another map of the live tensors"
     assert sync(without_stacks(sent), live_tensors) == counts and len(built) == 3
     with pytest.raises(ContractViolation, match="norm is a parameter of the rollout that the trainer did not send"):
@@ -210,27 +222,23 @@ def test_the_comparison_is_built_once_and_again_for_other_tensors(stacked, monke
 
 def test_a_tied_tensor_is_sent_once_and_checked_under_both_names(stacked):
     sent, live_tensors = stacked
-    items = list(with_contract(sent, scale_rule="fp32", probe=1, tied={"tied": "head"}))
-    assert [name for name, _ in items].count("tied") == 0
-    receiver = ContractReceiver()
-    receiver.take(list(packed(items)))
-    both = receiver.verify(live_tensors | {"tied": live_tensors["head"]}, scale_rule="fp32", probe=1)
-    head = int(row_sums(live_tensors["head"].tensor).sum())
+    receiver = receiver_of(sent, tied={"tied": "head"}, **FACTS)
+    both = receiver.verify(live_tensors | {"tied": live_tensors["head"]}, **FACTS)
+    head = int(row_sums(live_tensors["head"].data).sum())
     assert both["digest"] == (check(sent, live_tensors)["digest"] + head) % 2**64 and both["plain"] == 3
-    other = replace(live_tensors["head"], tensor=live_tensors["head"].tensor.clone())
-    other.tensor[5] += 1
+    other = replace(live_tensors["head"], value=live_tensors["head"].data.clone())
+    other.data[5] += 1
     with pytest.raises(ContractViolation, match="tied differs between trainer and rollout in 1 of 96"):
-        receiver.verify(live_tensors | {"tied": other}, scale_rule="fp32", probe=1)
+        receiver.verify(live_tensors | {"tied": other}, **FACTS)
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "at"),
-    [("q", "data", (130, 7)), ("k", "data", (383, 255)), ("k", "scales", (2, 1)), ("norm", "tensor", (9,))],
+    ("name", "of", "at"),
+    [("q", "qdata", (130, 7)), ("k", "qdata", (383, 255)), ("k", "scales", (2, 1)), ("norm", "value", (9,))],
 )
-def test_a_flipped_bit_in_a_live_parameter_names_its_tensor(stacked, name, part, at):
+def test_a_flipped_bit_in_a_live_parameter_names_its_tensor(stacked, name, of, at):
     sent, live_tensors = stacked
-    holder = live_tensors[name].parameter if part != "tensor" else live_tensors[name]
-    bits = getattr(holder, part)
+    bits = getattr(live_tensors[name].parameter or live_tensors[name], of)
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[bits.element_size()]
     bits.view(width)[at] ^= 1
     with pytest.raises(ContractViolation, match=f"contract check: {name} differs between trainer and rollout in 1 of"):

@@ -11,7 +11,7 @@ from jetrl_verl.checkpoint.validation import DamagedCheckpointError
 from jetrl_verl.config import operations
 from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.models.plan import UnsupportedLayer
-from jetrl_verl.sync.contract import ContractViolation
+from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.tools.progress import describe, last_errors
 
 NOISE = "WARNING Using None for EOS token id\njetrl_verl.train.engine: 14 linear layers in FP8\n"

@@ -8,14 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from streams import Arrived
 from tensordict import TensorDict
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
-from jetrl_verl.sync.stacks import parts_of
-from jetrl_verl.sync.wire import unpacked
 
 
 def build(
@@ -138,14 +137,10 @@ def quantized(model: torch.nn.Module) -> list[JetLinear | JetExperts]:
     return [module for module in model.modules() if isinstance(module, JetLinear | JetExperts)]
 
 
-def sent(engine) -> dict[str, torch.Tensor]:
-    """A weight sync's stream, unpacked and unstacked."""
+def sent(engine) -> Arrived:
+    """A weight sync's tensors by name, and its statement."""
     stream, _ = engine.get_per_tensor_param()
-    weights = {}
-    for name, tensor in stream:
-        for item in unpacked(name, tensor.clone()):
-            weights |= dict(parts_of(*item))
-    return weights
+    return Arrived(stream)
 
 
 @contextmanager

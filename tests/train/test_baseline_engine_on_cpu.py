@@ -26,7 +26,6 @@ from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears, plan_of
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import quantize_int8
-from jetrl_verl.sync.contract import MANIFEST_NAME, Manifest
 from jetrl_verl.train.shared_operations import ATTENTION
 
 
@@ -38,9 +37,8 @@ def int8_weights_are_quantized_again_at_every_sync(rank: int, folder: str) -> No
     engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8")
     for step in range(2):
         stream, weights = sent(engine), masters(engine)
-        manifest = Manifest.from_tensor(stream[MANIFEST_NAME])
-        assert len(manifest.quantized) == 14
-        for name in manifest.quantized:
+        assert len(stream.quantized) == 14
+        for name in stream.quantized:
             expected = quantize_int8(weights[name].to(torch.bfloat16))
             assert torch.equal(stream[name], expected.qdata), (name, step)
             assert torch.equal(stream[name + SCALE_SUFFIX], expected.scales), (name, step)
@@ -55,9 +53,9 @@ def bf16_shared_sends_bf16_and_measures_no_quantization(rank: int, folder: str) 
     assert not any(isinstance(module, JetLinear) for module in engine.module.modules())
     assert engine.module.config._attn_implementation == ATTENTION
     stream, weights = sent(engine), masters(engine)
-    manifest = Manifest.from_tensor(stream[MANIFEST_NAME])
-    assert not manifest.quantized and manifest.probe is None and manifest.operations["attention"]
-    assert set(manifest.plain) == set(weights)
+    manifest = stream.manifest
+    assert not stream.quantized and manifest.probe is None and manifest.operations["attention"]
+    assert set(stream.plain) == set(weights)
     assert all(torch.equal(stream[name], weights[name].to(torch.bfloat16)) for name in weights)
     with engine.train_mode():
         metrics = engine.train_batch(batch(rank), partial(sft_loss, None))["metrics"]
@@ -80,7 +78,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     options = dict(precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
     engine = build(folder, **options)
     first = sent(engine)
-    names = Manifest.from_tensor(first[MANIFEST_NAME]).quantized
+    names = first.quantized
     before = {name: first[name].clone() for name in names}
     scales = {name: first[name + SCALE_SUFFIX].clone() for name in names}
     for _ in range(2):

@@ -10,7 +10,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE, quantize_int8
-from jetrl_verl.sync.wire import SyncStatistics, as_tensors, counted_stock, measured, quantize_stream
+from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
 
@@ -74,15 +74,6 @@ def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():
     weight[3] *= 3
     weight[7] = 0
     assert torch.equal(sync()[1], second), "set once, and kept by a row that becomes zero"
-
-
-def test_sync_statistics_count_bytes_with_and_without_quantization():
-    statistics = SyncStatistics()
-    weights = [("a", torch.zeros(8)), ("b", torch.zeros(2, 3))]
-    halves = ((name, tensor.half()) for name, tensor in counted_stock(weights, statistics))
-    assert len(list(measured(halves, statistics))) == 2
-    assert (statistics.stock_bytes, statistics.bytes) == (56, 28)
-    assert statistics.seconds > 0
 
 
 def test_unused_vocabulary_has_no_probability_and_entropy_is_finite():

@@ -3,6 +3,7 @@
 """verl's engine in the FP8 flow under FSDP2 on two gloo processes: steps, weight syncs, checkpoints. It comes from
 verl's registry, so the registration overrides verl's own engine."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,13 @@ from torch import nn
 from two_processes import WORLD, run_in_two_processes
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError
-from jetrl_verl.metrics.quantization import NonFiniteWeightError
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE
-from jetrl_verl.sync.contract import MANIFEST_NAME, SUM_PREFIX, ContractViolation, Manifest, with_contract
-from jetrl_verl.train.weight_stream import same_on_every_rank
+from jetrl_verl.sync.finite import NonFiniteWeightError
+from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.train.weight_stream import sync_parts
 
 
 def same_on_both_ranks(value: torch.Tensor) -> bool:
@@ -66,11 +67,10 @@ def steps_and_syncs(rank: int, folder: str) -> None:
 
     assert first.keys() == second.keys()
     assert sum(tensor.dtype == FP8_DTYPE for tensor in first.values()) == 14
-    manifest = Manifest.from_tensor(second[MANIFEST_NAME])
-    assert len(manifest.quantized) == 14 and manifest.scale_rule == "fp32"
-    for name in manifest.quantized:
-        sums = second[SUM_PREFIX + name]
-        assert not torch.equal(sums, first[SUM_PREFIX + name]), f"{name} did not move"
+    assert len(second.quantized) == 14 and second.manifest.scale_rule == "fp32"
+    for name in second.quantized:
+        sums = second.sums[name]
+        assert not torch.equal(sums, first.sums[name]), f"{name} did not move"
         assert same_on_both_ranks(sums), f"{name} differs between ranks"
 
 
@@ -84,17 +84,14 @@ def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
     (first, norm, second), (expected, expected_norm, _) = runs
     assert first.keys() == expected.keys()
     # FSDP1 has embedding, last norm and head in one unit, so names come in another order.
-    manifests = [Manifest.from_tensor(stream.pop(MANIFEST_NAME)) for stream in (dict(first), expected)]
-    for manifest in manifests:
-        manifest.quantized.sort()
-        manifest.plain.sort()
-    assert manifests[0] == manifests[1]
-    for name, x in first.items():
-        assert name == MANIFEST_NAME or torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)), name
+    manifests = [replace(stream.manifest, weights=[]) for stream in (first, expected)]
+    assert manifests[0] == manifests[1] and set(first.quantized) == set(expected.quantized)
+    assert first.sums.keys() == expected.sums.keys()
+    assert all(torch.equal(sums, expected.sums[name]) for name, sums in first.sums.items())
+    assert all(torch.equal(x.view(torch.uint8), expected[name].view(torch.uint8)) for name, x in first.items())
     assert norm == pytest.approx(expected_norm, rel=1e-3)
-    manifest = Manifest.from_tensor(second[MANIFEST_NAME])
-    assert len(manifest.quantized) == 14 and manifest.scale_rule == "pow2"
-    assert all(not torch.equal(second[SUM_PREFIX + name], first[SUM_PREFIX + name]) for name in manifest.quantized)
+    assert len(second.quantized) == 14 and second.manifest.scale_rule == "pow2"
+    assert all(not torch.equal(second.sums[name], first.sums[name]) for name in second.quantized)
     build(folder, "ref", strategy="fsdp", ref="fp8").infer_batch(batch(rank))
 
 
@@ -104,8 +101,8 @@ def replicas_send_the_same_weights(rank: int, folder: str) -> None:
     for strategy, fsdp_size in (("fsdp2", -1), ("fsdp2", 1), ("fsdp", -1)):
         engine = build(folder, strategy=strategy, fsdp_size=fsdp_size)
         train(engine, rank)
-        sums = [tensor for name, tensor in sorted(sent(engine).items()) if name.startswith(SUM_PREFIX)]
-        assert same_on_both_ranks(torch.cat([x.flatten() for x in sums])), (strategy, fsdp_size)
+        sums = [sums.flatten() for _, sums in sorted(sent(engine).sums.items())]
+        assert same_on_both_ranks(torch.cat(sums)), (strategy, fsdp_size)
     diverged = build(folder, strategy="fsdp", fsdp_size=1)
     sent(diverged)
     train(diverged, rank)
@@ -118,11 +115,10 @@ def one_rank_with_another_weight(rank: int) -> None:
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer.{number}": torch.randn(40, 24, generator=generator).bfloat16() for number in range(4)}
 
-    def compared() -> list[str]:
-        stream = with_contract(weights.items(), scale_rule="fp32", probe=None)
-        return [name for name, _ in same_on_every_rank(stream)]
+    def compared() -> int:
+        return len(list(sync_parts(weights.items(), Statement(scale_rule="fp32", probe=None))))
 
-    assert compared() == [*weights, *(SUM_PREFIX + name for name in weights), MANIFEST_NAME]
+    assert compared() == len(weights) + 2, "weights, sums and manifest"
     if rank == 1:
         weights["layer.3"] = weights["layer.3"].roll(1, dims=0)  # the same rows in another order
         weights["layer.2"][39, 23] += 1

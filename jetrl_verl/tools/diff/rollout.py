@@ -335,7 +335,7 @@ class Recorder:
 def _weights(folder: str | Path, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that the trainer would send at a weight sync."""
     from jetrl_verl.models.plan import plan_linears
-    from jetrl_verl.sync.wire import as_tensors, quantize_stream
+    from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
     model = load_master(folder, options)
     plans = plan_linears(model.config, unfit_layers=options.unfit_layers, format_name=options.rollout)

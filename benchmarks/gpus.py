@@ -103,7 +103,7 @@ def unfit(model: str, gpus: int, tp: int, quantized: bool) -> str:
         # BF16 layers go over any ranks that share the heads: so does a shape whose experts are not looked at.
         plan_linears(fields_of(model), tp, format_name=FLOW) if quantized else _deal_heads(model, tp)
     except UnsupportedLayer as problem:
-        remedy = INSTEAD.get(model) or f"--tp {problem.words.get('largest') or 1}"
+        remedy = INSTEAD.get(model) or f"--tp {problem.largest or 1}"
         return f"--tp {tp} is not supported with {model}: {problem}. Set {remedy}."
     return ""
 

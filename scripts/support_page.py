@@ -6,21 +6,21 @@ python scripts/support_page.py
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from jetrl_verl.config.support.algorithms import ALGORITHM_ROWS  # noqa: E402
-from jetrl_verl.config.support.general import GENERAL_ROWS  # noqa: E402
 from jetrl_verl.config.support.limits import PINS, WGRAD_IN_TRITON  # noqa: E402
-from jetrl_verl.config.support.machine import MACHINE_ROWS  # noqa: E402
-from jetrl_verl.config.support.operations import SHARED_ROWS  # noqa: E402
+from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS  # noqa: E402
 from jetrl_verl.config.support.options import OPTION_ROWS  # noqa: E402
-from jetrl_verl.config.support.row import Row  # noqa: E402
-from jetrl_verl.config.support.scopes import AUTO, EVERY, EXACT  # noqa: E402
+from jetrl_verl.config.support.rollout import ROLLOUT_ROWS  # noqa: E402
+from jetrl_verl.config.support.row import Row, Scope  # noqa: E402
+from jetrl_verl.config.support.scopes import AUTO, EVERY, EXACT, SHARED  # noqa: E402
 from jetrl_verl.config.support.table import TABLE  # noqa: E402
+from jetrl_verl.config.support.training import TRAINING_ROWS  # noqa: E402
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS  # noqa: E402
 from jetrl_verl.models import model_types  # noqa: E402
 
@@ -57,42 +57,52 @@ NOTES = (
 )
 """What runs, at a price, or stops another command: no row, since no run is refused."""
 
+EVERYWHERE = "Refused at the command line; with every precision but `bf16`, where the table says no other."
+IN_THE_DRIVER = (
+    "Refused in the driver, before Ray starts; with every precision but `bf16`, where the table says no other."
+)
+
+
+def of(scope: Scope) -> list[Row]:
+    """The rows of a scope that has a section of its own, but those that only a worker sees."""
+    return [row for name, row in TABLE.items() if row.scope is scope and name not in WORKER_ROWS]
+
+
+def rest(rows: Mapping[str, Row]) -> list[Row]:
+    """The other rows of a part of the table."""
+    return [row for row in rows.values() if row.scope not in (SHARED, AUTO, EXACT)]
+
+
 SECTIONS = (
-    (
-        "From the configuration",
-        "Refused by every precision but `bf16`, at the command line.",
-        GENERAL_ROWS,
-    ),
-    (
-        "From the machine and the model",
-        "Refused by every precision but `bf16`, in the driver, before Ray starts.",
-        [row for row in MACHINE_ROWS if not row.scope.stock],
-    ),
+    ("Training and model", EVERYWHERE, TRAINING_ROWS.values()),
+    ("Rollout", EVERYWHERE, ROLLOUT_ROWS.values()),
+    ("Losses, clipping, corrections", "Refused at the command line.", rest(ALGORITHM_ROWS)),
+    ("Options", "Refused at the command line.", rest(OPTION_ROWS)),
+    ("The machine", IN_THE_DRIVER, rest(MACHINE_ROWS)),
+    ("The model's files", IN_THE_DRIVER, rest(MODEL_ROWS)),
     (
         "Shared operations",
         "Under `jetrl.operations=auto`, the default of `jet_fp8`, these make the operations `stock`, and a line on "
         "stderr says so. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused.",
-        [row for row in (*SHARED_ROWS, *MACHINE_ROWS) if row.scope.stock and row.scope.refused],
+        of(SHARED),
     ),
     (
         "What the driver cannot know",
         "Under `jetrl.operations=auto` these make the operations `stock`; `jetrl.operations=shared` is accepted.",
-        [row for row in TABLE if row.scope is AUTO],
+        of(AUTO),
     ),
     (
         "Equality in every bit",
         "Refused by `precision=jet_fp8_exact` alone: the two sides would differ in the last bits.",
-        [row for row in TABLE if row.scope is EXACT],
+        of(EXACT),
     ),
-    ("Losses, clipping, corrections", "Refused at the command line.", ALGORITHM_ROWS),
-    ("Options", "Refused at the command line.", [row for row in OPTION_ROWS if row.scope is not EXACT]),
     (
         "In a worker",
         "Refused in the worker that builds the trainer's model or the engine, after the GPUs are taken, also where the "
         "driver has made `jetrl.operations=auto` `shared`: it cannot see these.",
-        WORKER_ROWS,
+        WORKER_ROWS.values(),
     ),
-    ("Commands", "", COMMAND_ROWS),
+    ("Commands", "", COMMAND_ROWS.values()),
 )
 
 
@@ -106,24 +116,31 @@ def document() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Iterable[Row]) -> str:
     """The rows in Markdown, without columns that are empty or the same in all."""
-    lines = [("what", "setting", "with", "why", "remedy"), *map(cells, rows)]
+    lines = [("not supported", "setting", "with", "why", "remedy"), *map(cells, rows)]
     columns = [column for column in zip(*lines, strict=True) if any(column[1:]) and len(set(column[1:])) > 1]
     lines = list(zip(*columns, strict=True))
     lines.insert(1, ("---",) * len(columns))
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
-def cells(row: Row) -> tuple[str, str, str, str, str]:
-    keys: dict[str, list[str]] = {}
-    for key, wrong in row.settings.items():
-        keys.setdefault(wrong.doc, []).append(f"`{key}`")
-    settings = "; ".join(f"{', '.join(names)} {doc}" for doc, names in keys.items())
-    uses = dict.fromkeys(f"`{wrong.use}`" for wrong in row.settings.values() if wrong.use is not None)
-    remedy = " or ".join(uses) + row.remedy if uses else row.remedy
-    scope = "" if row.scope is EVERY else row.scope.doc
-    return tuple(text.replace("actor_rollout_ref.", "") for text in (row.feature, settings, scope, row.reason, remedy))
+def cells(row: Row) -> tuple[str, ...]:
+    """Feature, settings, scope, reason and remedy of a row."""
+    settings: dict[str, list[str]] = {}
+    for key, values in row.settings.items():
+        settings.setdefault(values.text, []).append(f"`{key}`")
+    instead = " or ".join(dict.fromkeys(f"`{values.use}`" for values in row.settings.values()))
+    if row.scope.leave and (row.scope is not EVERY or not instead):
+        instead += f"{', or ' if instead else ''}{row.scope.leave}"
+    texts = (
+        row.feature,
+        "; ".join(f"{', '.join(keys)} {text}" for text, keys in settings.items()),
+        "" if row.scope is EVERY else row.scope.text,
+        row.reason,
+        row.instead or f"Set {instead}",
+    )
+    return tuple(text.replace("actor_rollout_ref.", "") for text in texts)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,34 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Model configurations that trigger rows of the table of support."""
+"""Models and values that rows of the table of support refuse."""
+
+from typing import Any
+
+from jetrl_verl.config.support.row import Row
+
+_VALUES_OF = {
+    "train": ("bf16",),
+    "rollout": ("bf16",),
+    "scale_rule": ("pow2",),
+    "backward": ("bf16",),
+    "unfit_layers": ("skip",),
+    "operations": ("stock", "shared"),
+    "int8_scales": ("first",),
+    "clip": ("calibrated",),
+    "correction": ("adaptive",),
+    "old_log_probs": ("rollout",),
+    "kv_cache": ("fp8",),
+    "invariant_scaling": (1.5,),
+    "actor_rollout_ref.actor.ppo_mini_batch_size": (1024,),
+}
+_VALUES = (True, 2, None, False, "another", "0.5_2.0", "fp16", "fsdp", "qurl_acr", "bypass_mode")
+
+
+def refused_value(row: Row, key: str) -> Any:
+    """A value of a setting that a row refuses; of an option of ours one that exists."""
+    candidates = _VALUES_OF.get(key.removeprefix("jetrl."), _VALUES)
+    return next(value for value in candidates if row.settings[key].test(value))
+
 
 MODEL_CONFIG = {
     "model_type": "qwen3",

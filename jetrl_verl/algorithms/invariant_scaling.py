@@ -49,8 +49,8 @@ def check_resumed(folder: str | Path, s: float) -> None:
     config = Path(folder) / "huggingface" / "config.json"
     if config.is_file() and (saved := folded_in(json.loads(config.read_text()))) != s:
         of = f"jetrl.invariant_scaling={saved:g}"
-        what = f"the checkpoint {folder}, trained with {of},"
-        refuse("checkpoint_of_another_factor", {"jetrl.invariant_scaling": f"{s:g}"}.get, what=what, remedy=f"Set {of}")
+        what, scope = f"the checkpoint {folder}, trained with {of},", f"jetrl.invariant_scaling={s:g}"
+        refuse("checkpoint_of_another_factor", what=what, scope=scope, remedy=f"Set {of}")
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
         missing = [module for module in (*norms, *projections) if module not in weights]
         if missing:
             what = f"{layer}, which has no {missing[0]},"
-            refuse("layer_without_scaling", {"jetrl.invariant_scaling": f"{s:g}"}.get, what=what)
+            refuse("layer_without_scaling", what=what, scope=f"jetrl.invariant_scaling={s:g}")
     changed = []
     for weights in layers.values():
         for module in (*norms, *projections):

@@ -62,7 +62,7 @@ def _loosened(config: Any, factor: torch.Tensor) -> SimpleNamespace:
 
 def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tensor:
     if rollout_is_weights is None:
-        refuse("ratio_level", {LOSS: loss}.get, key=f"{CORRECTION}.rollout_is", value="null")
+        refuse("ratio_level", scope=f"{LOSS}={loss}", key=f"{CORRECTION}.rollout_is", value="null")
     return rollout_is_weights
 
 

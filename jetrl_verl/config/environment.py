@@ -22,9 +22,8 @@ from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, CacheTraits, cache_tra
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .options import JetConfig, UnsupportedConfiguration
-from .support.general import OPTIMIZERS, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
 from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
-from .support.scopes import ATTENTION, MODEL
+from .support.scopes import ATTENTION, MODEL, OPTIMIZERS, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC
 from .support.table import explained, refusal, refuse, row
 
 

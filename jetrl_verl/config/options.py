@@ -14,6 +14,7 @@ from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, UNQUA
 
 from .support.options import OPTION_ROWS
 from .support.row import UnsupportedConfiguration, shown
+from .support.table import refusals
 
 PRECISIONS: tuple[str, ...] = (
     "bf16",
@@ -148,9 +149,8 @@ class JetConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
                 raise _no_value(name, value, "a positive number")
-        for row in OPTION_ROWS:
-            for words in row.met(self._get):
-                raise UnsupportedConfiguration(row.message(self._get, **words))
+        for message in refusals(self._get, OPTION_ROWS):
+            raise UnsupportedConfiguration(message)
 
     def _get(self, key: str) -> Any:
         """Value at a dotted path of a composed configuration, of which there is the ``jetrl`` node alone."""

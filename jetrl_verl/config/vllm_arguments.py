@@ -4,15 +4,26 @@
 ``engine_kwargs.vllm``; ``rollout/arguments.py`` adds the worker extension.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from jetrl_verl.formats.catalog import VLLM_METHODS
 
 from .options import JetConfig
-from .support.general import FUSIONS_OF_REDUCTIONS, overrides_of
-from .support.scopes import VLLM
+from .support.scopes import FUSIONS_OF_REDUCTIONS, VLLM
 from .support.table import refuse
+
+
+def overrides_of(value: Any) -> Mapping[str, Any] | None:
+    """vLLM's ``hf_overrides`` as a mapping, given as one or as its JSON; None where it is neither."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return None
+    value = {} if value is None else value
+    return value if isinstance(value, Mapping) else None
 
 
 def quantization_arguments(options: JetConfig, user: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -86,11 +86,12 @@ def plan_linears(
     if not decoder.divides_heads(hf_config, tp):
         heads = read(hf_config, "num_attention_heads")
         largest = _largest(decoder, hf_config, tp, format_name != UNQUANTIZED and unfit_layers != "skip")
+        largest = largest or _largest(decoder, hf_config, tp, False)
         raise UnsupportedLayer(
             f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
-            "ranks of the rollout",
+            f"ranks of the rollout, as they are by {largest}",
             "rollout_ranks_of_the_heads",
-            largest=largest or _largest(decoder, hf_config, tp, False),
+            largest,
         )
     shapes = decoder.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
@@ -113,7 +114,7 @@ def plan_linears(
             largest = _largest(decoder, hf_config, tp, True)
             if largest is None:
                 raise UnsupportedLayer(reason, f"{of}_shape")
-            raise UnsupportedLayer(f"{reason}, as they are over {largest}", f"{of}_shard_shape", largest=largest)
+            raise UnsupportedLayer(f"{reason}, as they are over {largest}", f"{of}_shard_shape", largest)
         first = first or reason
         for name in linear.pieces:
             count = experts if linear.experts else 1

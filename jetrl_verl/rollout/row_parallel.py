@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from jetrl_verl import kernels
-from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
+from jetrl_verl.config.support.scopes import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sum_of_ranks import products_of_ranks

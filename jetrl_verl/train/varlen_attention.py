@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from jetrl_verl.config.support.scopes import ACTOR, MODEL
+from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.varlen_attention import varlen_attention, without_kernel
 from jetrl_verl.train import sequence_parallel
@@ -94,7 +94,7 @@ def attend(
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if split := sequence_parallel.ranks() > 1:
         if attention_mask is not None or len(query) > 1:
-            refuse("ulysses_of_padded_batches", key=f"{MODEL}.use_remove_padding", value="false")
+            refuse("ulysses_of_padded_batches")
         query, key, value = (x[None] for x in sequence_parallel.by_heads(query[0], key[0], value[0]))
     if query.shape[1] != key.shape[1]:
         refuse("varlen_cache")

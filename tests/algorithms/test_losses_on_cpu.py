@@ -161,7 +161,9 @@ def test_masked_tokens_change_nothing():
 
 @pytest.mark.parametrize("loss", ["qurl_decoupled", "qurl_acr"])
 def test_a_loss_without_the_rollouts_ratio_is_refused(loss):
-    with pytest.raises(ValueError, match=f"rollout_is=null is not supported with loss_mode={loss}: .*rollout_is=token"):
+    with pytest.raises(
+        ValueError, match=f"rollout_is=null is not supported with .*loss_mode={loss}: .*rollout_is=token"
+    ):
         get_policy_loss_fn(loss)(**batch(), config=actor_config())
 
 

@@ -30,7 +30,10 @@ def test_cfg_job_prints_a_refusal_and_no_traceback(tmp_path):
     refused = main_ppo(tmp_path, "--cfg", "job", "precision=jet_fp8", "model_engine=megatron")
     assert refused.returncode == 1
     assert refused.stdout == ""
-    assert "strategy=megatron is not supported with precision=jet_fp8: training runs under FSDP. Set " in refused.stderr
+    assert (
+        "strategy=megatron is not supported with precision=jet_fp8: training runs under FSDP (model_engine=dp). Set "
+        in refused.stderr
+    )
     assert "Traceback" not in refused.stderr
 
 

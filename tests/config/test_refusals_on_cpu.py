@@ -13,6 +13,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
+from support_models import refused_value
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_config, operations
 from jetrl_verl.config.check import reader
@@ -20,6 +21,7 @@ from jetrl_verl.config.operations import resolve_operations
 from jetrl_verl.config.support import algorithms
 from jetrl_verl.config.support.operations import SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
+from jetrl_verl.config.support.row import shown
 from jetrl_verl.config.support.scopes import (
     ACTOR,
     ATTENTION,
@@ -27,14 +29,13 @@ from jetrl_verl.config.support.scopes import (
     CORRECTION,
     LOSS,
     MODEL,
-    OR_STOCK,
     POLICY_LOSS,
     RATIO_LOSSES,
     ROLLOUT,
     TENSOR_PARALLEL,
     VLLM,
 )
-from jetrl_verl.config.support.table import COMPOSITION_ROWS, row, stock_because
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusals, stock_because
 
 SENTENCE = re.compile(r"[^.]\S.* is not supported with .+\. Set .+\.")
 ONE_GPU = f"{TENSOR_PARALLEL}=1"
@@ -44,11 +45,6 @@ ONE_GPU = f"{TENSOR_PARALLEL}=1"
 def composed(*overrides: str):
     with initialize_config_module("verl.trainer.config", version_base=None):
         return hydra_compose("ppo_trainer", overrides=list(overrides))
-
-
-@cache
-def check_accepted(overrides: tuple[str, ...]) -> None:
-    check_config(composed(*overrides))
 
 
 def changed(overrides: tuple[str, ...], settings: dict):
@@ -61,30 +57,74 @@ def changed(overrides: tuple[str, ...], settings: dict):
 
 # --- every row -------------------------------------------------------------------------------------------------------
 
-SETTINGS = [(entry, key) for entry in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in entry.keys]
+STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
+JOBS = (
+    STOCK,
+    ("precision=jet_fp8", "jetrl.operations=shared"),
+    ("precision=jet_fp8_exact",),
+    ("precision=jet_fp8_exact", "jetrl.old_log_probs=rollout"),
+    ("precision=bf16_shared",),
+    ("precision=fp8_rollout",),
+    ("precision=fp8_rollout", "jetrl.kv_cache=fp8"),
+    ("precision=fp8_rollout", "correction=adaptive"),
+    ("precision=int8_rollout",),
+    ("precision=qurl_fp8",),
+    (*STOCK, "clip=calibrated"),
+    (*STOCK, "jetrl.critic=fp8"),
+    (*STOCK, "jetrl.gathered=batch", f"{ACTOR}.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"),
+    (*STOCK, f"{ACTOR}.strategy=fsdp"),
+    (*STOCK, f"{MODEL}.use_remove_padding=false"),
+    (*STOCK, f"+{ATTENTION}=sdpa"),
+    (*STOCK, f"+{ATTENTION}=jetrl_varlen"),
+    (*STOCK, f"{ROLLOUT}.calculate_log_probs=false"),
+)
+"""Jobs of every scope in which a setting can be refused."""
+
+SETTINGS = {
+    f"{name}-{key}": (TABLE[name], key) for name in (*OPTION_ROWS, *COMPOSITION_ROWS) for key in TABLE[name].settings
+}
+COMPARED_LATER = [f"vllm_arguments-{VLLM}.{key}" for key in ("quantization", "hf_overrides.quantization_config")]
+"""Compared with the precision's where vLLM's arguments are put together."""
 
 
-@pytest.mark.parametrize(("entry", "key"), SETTINGS, ids=[f"{entry.name}-{key}" for entry, key in SETTINGS])
-def test_a_setting_of_a_row_is_refused_with_its_message(entry, key):
-    check_accepted(entry.scope.example)
-    config = changed(entry.scope.example, {**entry.needs, key: entry.settings[key].example})
+@pytest.mark.parametrize("overrides", JOBS, ids=" ".join)
+def test_a_job_of_each_scope_is_accepted(overrides):
+    check_config(composed(*overrides))
+
+
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting not in COMPARED_LATER])
+def test_a_setting_of_a_row_is_refused_with_its_message(setting):
+    entry, key = SETTINGS[setting]
+    value = refused_value(entry, key)
+    for overrides in JOBS:
+        base = reader(composed(*overrides))
+        if entry.scope.applies(lambda name, base=base: value if name == key else base(name)):
+            break
+    config = changed(overrides, {key: value})
+    message = entry.message(reader(config), key=key, value=shown(value))
+    assert message in [*refusals(reader(config), OPTION_ROWS), *refusals(reader(config))]
+    assert SENTENCE.fullmatch(message) and message.startswith(f"{key}={shown(value)} is not supported with ")
+    with pytest.raises(UnsupportedConfiguration):
+        check_config(config)
+
+
+@pytest.mark.parametrize("setting", COMPARED_LATER)
+def test_a_vllm_argument_of_the_precision_is_refused(setting):
+    entry, key = SETTINGS[setting]
+    config = changed(STOCK, {key: "another"})
     with pytest.raises(UnsupportedConfiguration) as refused:
         check_config(config)
-    words = next((met for met in entry.met(reader(config)) if met["key"] == key), None)
-    if words is None:  # compared with the precision's value where vLLM's arguments are put together
-        assert entry.name == "vllm_arguments"
-        words = {"key": key, "value": entry.settings[key].example}
-    assert str(refused.value) == entry.message(reader(config), **words)
-    assert SENTENCE.fullmatch(str(refused.value))
-    assert str(refused.value).startswith(f"{key.replace('jetrl.precision', 'precision')}={words['value']} is not")
+    assert str(refused.value) == entry.message(reader(config), key=key, value="another")
 
 
 @pytest.mark.parametrize(
-    ("entry", "key"), [(entry, key) for entry in SHARED_ROWS for key in entry.keys], ids=lambda value: str(value)[-40:]
+    ("entry", "key"),
+    [(entry, key) for entry in SHARED_ROWS.values() for key in entry.settings],
+    ids=lambda value: str(value)[-40:],
 )
 def test_auto_is_stock_where_shared_operations_lack_support(entry, key, capsys):
     operations._say.cache_clear()
-    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: entry.settings[key].example})
+    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: refused_value(entry, key)})
     check_config(config)
     (clause,) = stock_because(reader(config))
     resolve_operations(config)
@@ -93,15 +133,15 @@ def test_auto_is_stock_where_shared_operations_lack_support(entry, key, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "argument", "value"),
+    ("argument", "value"),
     [
-        ("fusions_of_reductions", "compilation_config", {"pass_config": {"enable_sp": True}}),
-        ("attention_backend", "attention_config", {"flash_attn_version": 2}),
-        ("speculation", "speculative_config", {"method": "ngram"}),
+        ("compilation_config", {"pass_config": {"enable_sp": True}}),
+        ("attention_config", {"flash_attn_version": 2}),
+        ("speculative_config", {"method": "ngram"}),
     ],
 )
-def test_a_vllm_argument_in_json_is_read_like_a_mapping(name, argument, value):
-    example = row(name).scope.example
+def test_a_vllm_argument_in_json_is_read_like_a_mapping(argument, value):
+    example = ("precision=jet_fp8", "jetrl.operations=shared")
     messages = []
     for form in (value, json.dumps(value)):
         with pytest.raises(UnsupportedConfiguration) as refused:
@@ -117,13 +157,15 @@ def test_a_vllm_argument_in_json_is_read_like_a_mapping(name, argument, value):
 JET, SHARED, EXACT = "precision=jet_fp8", "precision=bf16_shared", f"precision=jet_fp8_exact {ONE_GPU}"
 SENTENCES = {
     f"{JET} model_engine=megatron": f"{ACTOR}.strategy=megatron is not supported with precision=jet_fp8: training runs "
-    f"under FSDP. Set {ACTOR}.strategy=fsdp2 with model_engine=dp.",
+    f"under FSDP (model_engine=dp). Set {ACTOR}.strategy=fsdp2, or precision=bf16.",
     f"precision=fp8_rollout_tis {ROLLOUT}.name=sglang": f"{ROLLOUT}.name=sglang is not supported with "
     f"precision=fp8_rollout_tis: the rollout runs in vLLM. Set {ROLLOUT}.name=vllm, or precision=bf16.",
-    f"{JET} +{VLLM}.tensor_parallel_size=4": f"{VLLM}.tensor_parallel_size=4 is not supported with precision=jet_fp8: "
-    f"the trainer reads the rollout's, which says which layers fit. Set {TENSOR_PARALLEL} instead.",
+    f"{JET} +{VLLM}.tensor_parallel_size=4": f"{VLLM}.tensor_parallel_size=4 is not supported with "
+    f"{TENSOR_PARALLEL}=2: the trainer reads the rollout's, which says which layers fit. "
+    f"Set {VLLM}.tensor_parallel_size=null.",
     f"{EXACT} {ROLLOUT}.top_p=0.95": f"{ROLLOUT}.top_p=0.95 is not supported with jetrl.operations=shared: the "
-    f"trainer's softmax is whole. Set {ROLLOUT}.top_p=1, or {OR_STOCK}.",
+    f"trainer's softmax is whole. Set {ROLLOUT}.top_p=1, or precision=jet_fp8 jetrl.operations=stock, or "
+    "precision=bf16.",
     f"{JET} jetrl.scale_rule=ue8m0": "jetrl.scale_rule=ue8m0 is not supported with any precision. Set jetrl.scale_rule "
     "to one of fp32, pow2.",
     f"{JET} jetrl.contract_check=1": "jetrl.contract_check=1 is not supported with any precision. Set "
@@ -207,8 +249,7 @@ def test_these_overrides_are_accepted(compose, precision, overrides):
 @pytest.mark.parametrize("attention", [None, "flash_attention_2", "jetrl_varlen"])
 def test_ulysses_is_supported_where_ranks_exchange_tokens(attention):
     word = () if attention is None else (f"+{ATTENTION}={attention}",)
-    (actor, *_) = row("ulysses_without_exchange").keys
-    check_config(changed((JET, "jetrl.operations=stock", *word), {actor: 2}))
+    check_config(changed((*STOCK, *word), {f"{ACTOR}.ulysses_sequence_parallel_size": 2}))
 
 
 # --- losses and clipping ----------------------------------------------------------------------------------------------

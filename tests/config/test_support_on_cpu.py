@@ -15,10 +15,10 @@ from test_refusals_on_cpu import SENTENCE, changed
 
 from jetrl_verl.config import JetConfig, UnsupportedConfiguration, environment, operations
 from jetrl_verl.config.operations import resolve_operations
-from jetrl_verl.config.support.general import ULYSSES
-from jetrl_verl.config.support.machine import MACHINE_ROWS
-from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL
-from jetrl_verl.config.support.table import TABLE, refusal, row
+from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
+from jetrl_verl.config.support.options import OPTION_ROWS
+from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal, row
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.sources import source_files
@@ -79,12 +79,12 @@ ELSEWHERE = {
 BELOW = {
     *("npu", "rocm", "patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("gpu_of_an_fp8_cache", "model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),
-    *(entry.name for entry in TABLE if entry.scope is AUTO),
+    *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
 
 
 def test_each_row_about_the_machine_is_tested():
-    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE, *BELOW} == {entry.name for entry in MACHINE_ROWS}
+    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE, *BELOW} == {*MACHINE_ROWS, *MODEL_ROWS}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPPING])
@@ -93,11 +93,11 @@ def test_a_model_is_refused_by_its_row(machine, name, capsys):
     path, entry = machine(), row(name)
     environment.check_model(path, options, 1, shared_operations=True)
     machine({**MODELS, **SKIPPING}[name])
-    if entry.scope.stock:
+    if entry.scope is SHARED:
         environment.check_model(path, options, 1)
-    message = refused(environment.check_model, path, options, 1, shared_operations=entry.scope.stock)
-    assert message == refusal(name, precision="jet_fp8", what=f"{entry.what} {path}", why=reason(message))
-    if entry.scope.stock:
+    message = refused(environment.check_model, path, options, 1, shared_operations=entry.scope is SHARED)
+    assert message == refusal(name, precision="jet_fp8", what=f"the model {path}", why=reason(message))
+    if entry.scope is SHARED:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         resolve_operations(config)
         assert config.jetrl.operations == "stock" and reason(message) in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_a_machine_is_refused_by_its_row(machine, name):
     path = machine(**properties)
     config = OmegaConf.create({"jetrl": OPTIONS.as_dict()})
     assert refused(environment.check_environment, config) == refusal(name, precision="jet_fp8", what=what)
-    if row(name).scope.stock:
+    if row(name).scope is SHARED:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         resolve_operations(config)
         assert config.jetrl.operations == "stock"
@@ -119,9 +119,9 @@ def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(machine
     path = machine(MIXTURE | {"num_key_value_heads": 4, "moe_intermediate_size": 256})
     environment.check_model(path, OPTIONS, 2, shared_operations=True)
     message = refused(environment.check_model, path, OPTIONS, 4, shared_operations=True)
-    assert message.startswith(f"the mixture of experts {path} is not supported with precision=jet_fp8: ")
-    remedy = "Set actor_rollout_ref.rollout.tensor_model_parallel_size=2, the largest that fits, or precision=bf16."
-    assert message.endswith(f" {remedy}")
+    assert message.startswith(f"the model {path} is not supported with precision=jet_fp8: ")
+    remedy = "Set a smaller actor_rollout_ref.rollout.tensor_model_parallel_size, or precision=bf16."
+    assert message.endswith(f", as they are over 2. {remedy}")
 
 
 def test_a_fork_without_the_patched_function_is_refused(monkeypatch):
@@ -201,7 +201,10 @@ def test_a_model_that_varlen_attention_does_not_support_is_refused(machine, monk
     for check in ("check_versions", "check_patches", "check_gpu", "check_data"):
         monkeypatch.setattr(environment, check, lambda *_: None)
     slides = name == "varlen_sliding_window"
-    path, settings = machine(MODELS["sliding_window" if slides else "attention_dropout"]), row(name).scope.example
+    path, settings = (
+        machine(MODELS["sliding_window" if slides else "attention_dropout"]),
+        (*STOCK, f"+{ATTENTION}=jetrl_varlen"),
+    )
 
     def check(*further: str) -> None:
         environment.check_environment(changed((*settings, *further), {f"{MODEL}.path": path}))
@@ -215,7 +218,7 @@ def test_a_model_that_varlen_attention_does_not_support_is_refused(machine, monk
     check()
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in TABLE if entry.scope is AUTO])
+@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.scope is AUTO])
 def test_auto_is_stock_where_the_driver_cannot_check_the_workers(machine, monkeypatch, name, capsys):
     settings, why = {f"{MODEL}.path": machine()}, ""
     if name == "cpu":
@@ -252,8 +255,10 @@ WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
 
 
 def test_code_refuses_by_existing_rows_and_uses_each():
-    names, used = {entry.name for entry in TABLE}, set()
-    assert len(names) == len(TABLE)
+    used = set()
+    assert len(TABLE) == sum(
+        map(len, (OPTION_ROWS, COMPOSITION_ROWS, MACHINE_ROWS, MODEL_ROWS, WORKER_ROWS, COMMAND_ROWS))
+    )
     for path in (*modules(), *PACKAGE.glob("config/*.py")):
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             called = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
@@ -263,9 +268,7 @@ def test_code_refuses_by_existing_rows_and_uses_each():
                 used |= {node.value for node in [call.args[place]] if isinstance(node, ast.Constant)}
                 if place == 0:
                     assert {keyword.arg for keyword in call.keywords} <= WORDS, f"{path}:{call.lineno}"
-    assert used <= names
-    by_value = {entry.name for entry in WORKER_ROWS if entry.name not in used}
-    assert by_value == set() and {entry.name for entry in COMMAND_ROWS} <= used
+    assert {*WORKER_ROWS, *COMMAND_ROWS} <= used <= TABLE.keys()
 
 
 def test_the_page_of_support_is_generated_from_the_table():

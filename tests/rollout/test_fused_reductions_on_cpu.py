@@ -13,7 +13,7 @@ import vllm_engine
 from tiny_models import tiny_model
 
 from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
-from jetrl_verl.config.support.general import FUSIONS_OF_REDUCTIONS
+from jetrl_verl.config.support.scopes import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync.statement import ContractViolation
 

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from support_models import MODELS
+from support_models import MODELS, refused_value
 from typer.testing import CliRunner
 
 from jetrl_verl.cli import app
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.support.row import shown
-from jetrl_verl.config.support.table import INEXACT_ROWS
+from jetrl_verl.config.support.scopes import EXACT, SHARED
+from jetrl_verl.config.support.table import TABLE
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.memory import run, terms
 from jetrl_verl.tools.memory.shapes import KNOWN, find_config, model_of
@@ -171,20 +172,23 @@ def test_an_invalid_job_is_one_sentence(words, sentence):
     assert status == 1 and output.startswith(f"error: {sentence}") and len(output.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize("row", [row for row in INEXACT_ROWS if row.keys], ids=lambda row: row.name)
-def test_a_setting_that_costs_exactness_is_named(row, small, monkeypatch):
-    base, wrong = reader(small), {row.keys[0]: row.settings[row.keys[0]].example, **row.needs}
-    monkeypatch.setattr(run, "reader", lambda config: lambda key: wrong[key] if key in wrong else base(key))
-    exact = {"jetrl.precision": "jet_fp8_exact", "jetrl.operations": "shared"}
-    message = row.message(exact.get, key=row.keys[0], value=shown(row.settings[row.keys[0]].example))
-    effect = run.STOCK if row.scope.stock or row.keys == ("jetrl.operations",) else run.INEXACT
-    assert (effect, message) in run.costs_of(small, EIGHT, 1)
+INEXACT_ROWS = {name: row for name, row in TABLE.items() if row.scope in (SHARED, EXACT)}
 
 
-@pytest.mark.parametrize("row", [row for row in INEXACT_ROWS if row.name in MODELS], ids=lambda row: row.name)
-def test_a_model_that_costs_exactness_is_named(row, small):
-    ((effect, message),) = run.costs_of(small, model_of("m", KNOWN["qwen3-8b"] | MODELS[row.name]), 1)
-    assert effect == run.STOCK and message.endswith(f". {row.remedy}.")
+@pytest.mark.parametrize("name", [name for name, row in INEXACT_ROWS.items() if row.settings])
+def test_a_setting_that_costs_exactness_is_named(name, small, monkeypatch):
+    row, base = INEXACT_ROWS[name], reader(small)
+    setting = next(iter(row.settings))
+    value = refused_value(row, setting)
+    monkeypatch.setattr(run, "reader", lambda config: lambda key: value if key == setting else base(key))
+    effect = run.STOCK if row.scope is SHARED or setting == "jetrl.operations" else run.INEXACT
+    assert (effect, row.message(key=setting, value=shown(value))) in run.costs_of(small, EIGHT, 1)
+
+
+@pytest.mark.parametrize("name", [name for name in INEXACT_ROWS if name in MODELS])
+def test_a_model_that_costs_exactness_is_named(name, small):
+    ((effect, message),) = run.costs_of(small, model_of("m", KNOWN["qwen3-8b"] | MODELS[name]), 1)
+    assert effect == run.STOCK and message.endswith(f". {TABLE[name].remedy()}.")
 
 
 def test_unsupported_precisions_are_left_out():

@@ -4,112 +4,101 @@
 excludes: the two classes of docs/architecture.md, "Zero mismatch".
 """
 
-from .row import IS_NOT_TRUE, IS_SET, NOT_FALSE, Row, Wrong, other_than
-from .scopes import ACTOR, EXACT, MODEL, OR_STOCK, ROLLOUT, SHARED, VLLM
+from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, Row, Values, other_than
+from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
+_PROCESSED = other_than("processed_logprobs")
+_NO_POLICY = Values("0 or below", lambda value: value is not None and float(value) <= 0, "1")
 
-def _row(name: str, feature: str, reason: str, settings: dict[str, Wrong]) -> Row:
-    return Row(name, feature, SHARED, reason, settings, f", or {OR_STOCK}")
-
-
-_PROCESSED = other_than("processed_logprobs", example="raw_logprobs")
-_NO_POLICY = Wrong("0 or below", lambda value, get: value is not None and float(value) <= 0, "1", 0)
-
-SHARED_ROWS: tuple[Row, ...] = (
+SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
-    _row(
-        "fused_kernels",
+    "fused_kernels": Row(
         "fused kernels",
+        SHARED,
         "they replace the logits and log-probabilities",
         {f"{MODEL}.use_fused_kernels": NOT_FALSE},
     ),
-    _row(
-        "hf_config_path",
+    "hf_config_path": Row(
         "a configuration from another folder",
+        SHARED,
         "the trainer's model would be another than vLLM's",
-        {f"{MODEL}.hf_config_path": IS_SET},
+        {f"{MODEL}.hf_config_path": SET},
     ),
-    _row("liger", "Liger kernels", "they replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
-    _row("tiled_mlp", "tiled MLPs", "they replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
-    _row(
-        "prefix_grouper", "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}
+    "liger": Row("Liger kernels", SHARED, "they replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
+    "tiled_mlp": Row("tiled MLPs", SHARED, "they replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
+    "prefix_grouper": Row(
+        "the prefix grouper", SHARED, "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}
     ),
-    _row("distillation", "distillation", "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}),
+    "distillation": Row(
+        "distillation", SHARED, "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}
+    ),
     # Kernels that are not the one both sides call.
-    _row(
-        "attention_backend",
+    "attention_backend": Row(
         "attention backends other than FlashAttention 3",
+        SHARED,
         "both sides call FlashAttention 3 without splits",
         {
-            f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn", example="FLASHINFER"),
-            f"{VLLM}.attention_config": other_than({}, example={"flash_attn_version": 2}, use="null"),
+            f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn"),
+            f"{VLLM}.attention_config": NOT_EMPTY,
         },
     ),
-    _row(
-        "context_parallel",
+    "context_parallel": Row(
         "context parallel rollout",
+        SHARED,
         "it splits the attention",
-        {f"{VLLM}.{phase}_context_parallel_size": other_than(1, example=2) for phase in ("decode", "prefill")},
+        {f"{VLLM}.{phase}_context_parallel_size": other_than(1) for phase in ("decode", "prefill")},
     ),
-    _row(
-        "model_impl",
+    "model_impl": Row(
         "vLLM's Transformers backend",
+        SHARED,
         "its modules are not vLLM's",
-        {f"{VLLM}.model_impl": other_than("auto", "vllm", example="transformers")},
+        {f"{VLLM}.model_impl": other_than("auto", "vllm")},
     ),
     # The shared log-probability is that of the whole softmax at the sampling temperature. Under these the rollout
     # samples from, or reports, another distribution, and importance weights would be wrong without a word.
-    _row(
-        "truncated_sampling",
-        "nucleus sampling (`top_p`) and `top_k` in training",
+    "truncated_sampling": Row(
+        "nucleus sampling (top_p) and top_k in training",
+        SHARED,
         "the trainer's softmax is whole",
-        {f"{ROLLOUT}.top_p": other_than(1, example=0.95), f"{ROLLOUT}.top_k": other_than(-1, example=50)},
+        {f"{ROLLOUT}.top_p": other_than(1), f"{ROLLOUT}.top_k": other_than(-1)},
     ),
-    _row(
-        "repetition_penalty",
+    "repetition_penalty": Row(
         "penalties in training",
+        SHARED,
         "the trainer's logits carry none",
-        {f"{ROLLOUT}.repetition_penalty": other_than(1, example=1.1)},
+        {f"{ROLLOUT}.repetition_penalty": other_than(1)},
     ),
-    _row(
-        "logprobs_mode",
+    "logprobs_mode": Row(
         "raw log-probabilities",
+        SHARED,
         "they are not of the sampling distribution",
         {f"{ROLLOUT}.logprobs_mode": _PROCESSED, f"{VLLM}.logprobs_mode": _PROCESSED},
     ),
-    _row(
-        "logits_processors",
-        "logits processors",
-        "the trainer runs none",
-        {f"{VLLM}.logits_processors": other_than([], example=["a.b"])},
+    "logits_processors": Row(
+        "logits processors", SHARED, "the trainer runs none", {f"{VLLM}.logits_processors": other_than([])}
     ),
-    _row(
-        "worker_cls",
+    "worker_cls": Row(
         "a vLLM worker of your own",
+        SHARED,
         "the worker runs the operations",
-        {f"{VLLM}.worker_cls": other_than("auto", example="my.Worker")},
+        {f"{VLLM}.worker_cls": other_than("auto")},
     ),
-    _row(
-        "temperature",
-        "a temperature of 0 in training",
-        "there is no distribution",
-        {f"{ROLLOUT}.temperature": _NO_POLICY},
+    "temperature": Row(
+        "a temperature of 0 in training", SHARED, "there is no distribution", {f"{ROLLOUT}.temperature": _NO_POLICY}
     ),
-)
+}
 
-EXACT_ROWS: tuple[Row, ...] = (
-    Row(
-        "exact_log_probs",
+EXACT_ROWS: dict[str, Row] = {
+    "exact_log_probs": Row(
         "a rollout without log-probabilities",
         EXACT,
         "they are what is compared",
-        {f"{ROLLOUT}.calculate_log_probs": IS_NOT_TRUE},
+        {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
     ),
-    Row(
-        "exact_stale_samples",
+    "exact_stale_samples": Row(
         "samples of an older policy",
         EXACT,
         "it trains on samples of the current policy",
-        {"trainer.v1.trainer_mode": other_than("sync", example="colocate_async")},
+        {"trainer.v1.trainer_mode": other_than("sync")},
     ),
-)
+}

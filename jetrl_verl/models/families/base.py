@@ -34,12 +34,12 @@ class Unsupported(ValueError):
     """A model, or a part of one, that is not supported; the text is why, config/support has the full message.
 
     Attributes:
-        row: of the table of support. words: values for the row's message.
+        row: of the table of support. largest: number of the rollout's ranks that would do, below the job's.
     """
 
-    def __init__(self, reason: str, row: str = "", **words: Any) -> None:
+    def __init__(self, reason: str, row: str = "", largest: int | None = None) -> None:
         super().__init__(reason)
-        self.row, self.words = row, words
+        self.row, self.largest = row, largest
 
 
 class UnsupportedLayer(Unsupported):

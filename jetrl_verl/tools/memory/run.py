@@ -17,9 +17,8 @@ from rich.table import Table
 from jetrl_verl.config.check import reader
 from jetrl_verl.config.environment import cache_message, model_overrides
 from jetrl_verl.config.operations import overridden_fields
-from jetrl_verl.config.support.row import COMPOSITION
-from jetrl_verl.config.support.scopes import MODEL, ROLLOUT, VLLM
-from jetrl_verl.config.support.table import INEXACT_ROWS, TABLE, model_refusal
+from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED, VLLM
+from jetrl_verl.config.support.table import TABLE, model_refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
@@ -134,11 +133,12 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
         return "jet_fp8_exact" if key == "jetrl.precision" else get(key)
 
     costs = []
-    for row in TABLE:
-        if row.known == COMPOSITION and row.scope.refused:
-            stock = row.scope.stock or row.keys == ("jetrl.operations",)
-            effect = REFUSED if row not in INEXACT_ROWS else STOCK if stock else INEXACT
-            costs += [(effect, row.message(as_exact, **words)) for words in row.met(as_exact)]
+    for row in TABLE.values():
+        for words in row.met(as_exact):
+            effect = {SHARED: STOCK, EXACT: INEXACT}.get(row.scope, REFUSED)
+            if effect == INEXACT and words["key"] == "jetrl.operations":
+                effect = STOCK
+            costs.append((effect, row.message(as_exact, **words)))
     try:
         plan_linears(model.config, tp)
     except UnsupportedLayer as error:

@@ -1,0 +1,173 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the composed configuration about the trainer, the model, and the nodes through which the flag works."""
+
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+
+from ..precision import target_of
+from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
+from .scopes import (
+    ACTOR,
+    ATTENTION,
+    EVERY,
+    FP8_CRITIC,
+    MODEL,
+    REF,
+    ROLLOUT,
+    ULYSSES,
+    VARLEN,
+    VLLM,
+    where,
+)
+
+BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
+FP16 = one_of("fp16", "float16", use="fp32")
+_FSDP = other_than("fsdp2", "fsdp", required=True)
+_ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
+_DTYPES = ("dtype", "mixed_precision.param_dtype")
+
+
+def _several_gpus_under_fsdp1(get: Get) -> bool:
+    gpus = (get("trainer.n_gpus_per_node") or 1) * (get("trainer.nnodes") or 1)
+    return get(f"{ACTOR}.strategy") == "fsdp" and gpus > 1
+
+
+def _masked(get: Get) -> bool:
+    """An attention of transformers for which verl does not exchange tokens and heads between ranks."""
+    return not str(get(ATTENTION) or "flash_attention_2").startswith(("flash_attention_", JETRL_ATTENTION))
+
+
+TRAINING_ROWS: dict[str, Row] = {
+    "engine": Row(
+        "Megatron, VeOmni, TorchTitan and other engines",
+        EVERY,
+        "training runs under FSDP (model_engine=dp)",
+        {f"{ACTOR}.strategy": _FSDP, f"{REF}.strategy": _FSDP},
+    ),
+    "qat": Row(
+        "quantization-aware training",
+        EVERY,
+        "the precision says which linear layers are quantized",
+        {f"{node}.qat.enable": TRUE for node in (ACTOR, REF, *_ENGINES, ROLLOUT)},
+    ),
+    "compute_dtype": Row(
+        "FP16 or FP32 between the trainer's linear layers",
+        EVERY,
+        "weights and activations are cast to BF16",
+        {f"{node}.{dtype}": BF16 for node in _ENGINES for dtype in _DTYPES},
+    ),
+    "master_dtype": Row(
+        "FP16 master weights",
+        EVERY,
+        "master weights are FP32 or BF16",
+        {f"{node}.model_dtype": FP16 for node in _ENGINES},
+    ),
+    "critic_engine": Row(
+        "a critic under another engine", FP8_CRITIC, "training runs under FSDP", {"critic.strategy": _FSDP}
+    ),
+    "critic_qat": Row(
+        "quantization-aware training of the critic",
+        FP8_CRITIC,
+        "the precision says which linear layers are quantized",
+        {"critic.qat.enable": TRUE, "critic.fsdp.qat.enable": TRUE},
+    ),
+    "critic_compute_dtype": Row(
+        "FP16 or FP32 between the critic's linear layers",
+        FP8_CRITIC,
+        "weights and activations are cast to BF16",
+        {f"critic.fsdp.{dtype}": BF16 for dtype in _DTYPES},
+    ),
+    "critic_master_dtype": Row(
+        "FP16 master weights of the critic",
+        FP8_CRITIC,
+        "master weights are FP32 or BF16",
+        {"critic.fsdp.model_dtype": FP16},
+    ),
+    "replicas_of_one_rank": Row(
+        "FSDP1 with each GPU a replica of its own",
+        Scope("strategy=fsdp on several GPUs", _several_gpus_under_fsdp1, f"{ACTOR}.strategy=fsdp2"),
+        "torch's FSDP1 then adds no gradients over the replicas, and each trains a policy of its own",
+        {f"{ACTOR}.fsdp_config.fsdp_size": one_of(1, use="-1")},
+    ),
+    "gathered_once_under_fsdp1": Row(
+        "FSDP1 with weights that stay gathered",
+        where("jetrl.gathered", "batch", "jetrl.gathered=pass"),
+        "FSDP1 frees them after each pass",
+        dict.fromkeys((f"{ACTOR}.strategy", f"{REF}.strategy"), one_of("fsdp", use="fsdp2")),
+    ),
+    "lora": Row(
+        "LoRA adapters",
+        EVERY,
+        "the full weights are trained",
+        {
+            f"{MODEL}.lora_rank": above(0),
+            f"{MODEL}.lora.rank": above(0),
+            f"{MODEL}.lora_adapter_path": SET,
+            f"{MODEL}.lora.adapter_path": SET,
+            f"{VLLM}.enable_lora": NOT_FALSE,
+        },
+    ),
+    "mtp": Row("multi-token prediction", EVERY, settings={f"{MODEL}.mtp.enable": TRUE}),
+    "ulysses_of_padded_batches": Row(
+        "Ulysses sequence parallelism of padded batches",
+        Scope(
+            f"{MODEL}.use_remove_padding=false",
+            lambda get: not get(f"{MODEL}.use_remove_padding"),
+            f"{MODEL}.use_remove_padding=true",
+        ),
+        "verl splits packed batches alone",
+        dict.fromkeys(ULYSSES, above(1)),
+    ),
+    "ulysses_without_exchange": Row(
+        "Ulysses sequence parallelism of other attention than FlashAttention",
+        Scope(
+            f"an attn_implementation other than flash_attention_* and {JETRL_ATTENTION}",
+            _masked,
+            f"{ATTENTION}={JETRL_ATTENTION}",
+            key=ATTENTION,
+        ),
+        "each rank would attend to its own tokens alone",
+        dict.fromkeys(ULYSSES, above(1)),
+    ),
+    "varlen_prefix_grouper": Row(
+        "the prefix grouper",
+        VARLEN,
+        "it needs an attention with masks",
+        {f"{ACTOR}.use_prefix_grouper": TRUE},
+    ),
+    "old_trainer": Row("the trainer from before verl's v1", EVERY, settings={"trainer.use_v1": FALSE}),
+    "separate_gpus": Row(
+        "trainer and rollout on GPUs of their own",
+        EVERY,
+        "trainer and rollout share their GPUs",
+        {
+            "trainer.v1.trainer_mode": other_than("sync", "colocate_async"),
+            "actor_rollout_ref.hybrid_engine": FALSE,
+            f"{ROLLOUT}.nnodes": above(0),
+        },
+    ),
+    "device": Row(
+        "NPUs and other accelerators than NVIDIA's",
+        EVERY,
+        "FP8 runs on NVIDIA GPUs",
+        {"trainer.device": other_than("cuda", "cpu")},
+    ),
+    "targets": Row(
+        "another class instead of ours",
+        EVERY,
+        "the flag works through this key",
+        {
+            f"{node}._target_": other_than(target_of(node), required=True)
+            for node in (*_ENGINES, "critic.fsdp", ROLLOUT)
+        },
+    ),
+    "options_removed": Row(
+        "a node of ours without our options",
+        EVERY,
+        "the flag works through this key",
+        {
+            f"{node}.jetrl": Values("absent or `null`", lambda value: value is None, "${jetrl}")
+            for node in (*_ENGINES, "critic.fsdp", f"{ROLLOUT}.custom")
+        },
+    ),
+}

@@ -238,6 +238,7 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor)",
     fake=_fake,
     backends=FLASH_ATTENTION,
+    probe=lambda inputs: attention(*inputs.sequences),
 )
 def _attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import BLOCK
 
@@ -97,11 +97,10 @@ def triton_block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor)
     return out
 
 
-def _fake(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
-    return constants.new_empty(sum(matrix.numel() for matrix in matrices) // BLOCK**2)
-
-
-@operator("block_sums(Tensor[] matrices, Tensor constants) -> Tensor", fake=_fake, backends=TRITON)
+@operator(
+    "block_sums(Tensor[] matrices, Tensor constants) -> Tensor",
+    fake=lambda matrices, constants: constants.new_empty(sum(matrix.numel() for matrix in matrices) // BLOCK**2),
+)
 def block_sums(matrices: Sequence[torch.Tensor], constants: torch.Tensor) -> torch.Tensor:
     """Sums of the 128x128 blocks of matrices, their bytes as 64-bit words times ``constants``, modulo 2^64.
 

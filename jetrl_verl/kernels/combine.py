@@ -11,7 +11,7 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import ceil_div
 
@@ -78,7 +78,7 @@ def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 @operator(
     "combine(Tensor y, Tensor row) -> Tensor",
     fake=lambda y, row: y.new_empty(row.shape[0], y.shape[1]),
-    backends=TRITON,
+    mixture_probe=lambda inputs: combine(inputs.terms, inputs.rows),
 )
 def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum of its rows.
@@ -96,11 +96,7 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return lookup("combine", y.device)(y, row)
 
 
-@operator(
-    "combine_of_ranks(Tensor y, Tensor row) -> Tensor",
-    fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]),
-    backends=TRITON,
-)
+@operator("combine_of_ranks(Tensor y, Tensor row) -> Tensor", fake=lambda y, row: y.new_empty(row.shape[0], y.shape[2]))
 def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Of each token the sum over ranks of the rounded sums of its rows.
 

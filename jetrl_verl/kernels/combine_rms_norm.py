@@ -6,7 +6,7 @@ The bits are those of :func:`combine` and :func:`add_rms_norm` or ``add_rms_norm
 import torch
 
 from jetrl_verl import reference
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import fake_rowwise, require_groups
 from jetrl_verl.kernels.rms_norm import (
@@ -61,10 +61,6 @@ def _check(operation: str, y: torch.Tensor, row: torch.Tensor, residual: torch.T
     require_shape(operation, "residual", residual, (row.shape[0], y.shape[-1]))
 
 
-def _fake(y, row, residual, weight, eps):
-    return residual.new_empty(residual.shape), residual.new_empty(residual.shape)
-
-
 def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
     normed = residual.new_empty(residual.shape if with_normed else 0)
     return normed, residual.new_empty(residual.shape), fake_rowwise(residual)
@@ -74,7 +70,7 @@ def _fake_quantize(y, row, residual, weight, eps, rule, with_normed):
     "combine_add_rms_norm_quantize_1x128(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps, str rule,"
     " bool with_normed) -> (Tensor, Tensor, Quantized)",
     fake=_fake_quantize,
-    backends=TRITON,
+    mixture_probe=lambda inputs: combine_add_rms_norm_quantize_1x128(*inputs.normed_sum, "fp32", with_normed=False),
 )
 def _combine_add_rms_norm_quantize(
     y, row, residual, weight, eps: float, rule: str, with_normed: bool
@@ -88,8 +84,8 @@ def _combine_add_rms_norm_quantize(
 
 @operator(
     "combine_add_rms_norm(Tensor y, Tensor row, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    fake=_fake,
-    backends=TRITON,
+    fake=lambda y, row, residual, *_: (residual.new_empty(residual.shape), residual.new_empty(residual.shape)),
+    mixture_probe=lambda inputs: combine_add_rms_norm(*inputs.normed_sum),
 )
 def combine_add_rms_norm(
     y: torch.Tensor, row: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

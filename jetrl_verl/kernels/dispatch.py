@@ -35,11 +35,16 @@ class Operation(NamedTuple):
 
     Attributes:
         equal_bits: whether its backends agree in every bit. needs_fp8: whether it needs a GPU with FP8.
+        probe: for a shared operation, its results on the ``ProbeInputs`` of probe_inputs.py, tensors of equally many
+            rows, whose bits both sides compare.
+        mixture_probe: as ``probe``, on ``MixtureInputs``, of models with a mixture of experts.
     """
 
     backends: Backends
     equal_bits: bool = True
     needs_fp8: bool = True
+    probe: Callable[[Any], Any] | None = None
+    mixture_probe: Callable[[Any], Any] | None = None
 
 
 class Implementation(NamedTuple):
@@ -123,7 +128,7 @@ def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
     """
     if operation in _overrides:
         return _overrides[operation]
-    columns, _, needs_fp8 = OPERATIONS[operation]
+    columns, _, needs_fp8, _, _ = OPERATIONS[operation]
     if not needs_fp8 and device.type == "cuda":
         return columns["sm90"]
     platform = platform_of(device)
@@ -180,11 +185,13 @@ def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
         RuntimeError: as :func:`candidates`.
     """
     names = candidates(operation, device)
-    for backend in names[:-1]:
-        run, supports, prefers = _implementations[operation, backend]
-        if (prefers is None or prefers(*call, **options)) and (supports is None or supports(*call, **options)):
-            return run
-    return implementation(operation, names[-1])
+    if len(names) > 1:
+        for backend in names[:-1]:
+            run, supports, prefers = _implementations[operation, backend]
+            if (prefers is None or prefers(*call, **options)) and (supports is None or supports(*call, **options)):
+                return run
+    run, supports, _ = _implementations[operation, names[-1]]
+    return run if supports is None else partial(_checked, operation, names[-1])
 
 
 def backends_on(device: torch.device) -> dict[str, tuple[str, ...]]:

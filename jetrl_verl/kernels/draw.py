@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.log_probs import (
     CHUNK,
     ELEMENTS,
@@ -217,7 +217,6 @@ def _fake_draw(logits, temperature, seeds, counters):
     "draw(Tensor logits, Tensor temperature, Tensor seeds, Tensor counters)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_draw,
-    backends=TRITON,
 )
 def _draw(
     logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
@@ -258,15 +257,10 @@ def draw_tokens(
     return tokens, Normalized(*normalized)
 
 
-def _fake_drawn_log_probs(logits, tokens, *_):
-    return logits.new_empty((len(tokens), 1)), tokens.new_empty(tokens.shape)
-
-
 @operator(
     "drawn_log_probs(Tensor logits, Tensor tokens, Tensor temperature, Tensor chunk_highest, Tensor chunk_sums,"
     " Tensor highest, Tensor log_sum) -> (Tensor, Tensor)",
-    fake=_fake_drawn_log_probs,
-    backends=TRITON,
+    fake=lambda logits, tokens, *_: (logits.new_empty((len(tokens), 1)), tokens.new_empty(tokens.shape)),
 )
 def _drawn_log_probs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalized: torch.Tensor

@@ -29,10 +29,6 @@ def _fprop_fake(x: torch.Tensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], w_qdata.shape[0]), dtype=torch.bfloat16)
 
 
-def _fprop_quantized_fake(x: QuantizedTensor, w_qdata: torch.Tensor, *_) -> torch.Tensor:
-    return x.qdata.new_empty((x.qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16)
-
-
 @operator(
     "fprop(Tensor x, Tensor w_qdata, Tensor w_scales, Tensor? bias, str rule, bool static_weight=False) -> Tensor",
     fake=_fprop_fake,
@@ -71,7 +67,7 @@ def fprop(
 
 @operator(
     "fprop_quantized(Quantized x, Tensor w_qdata, Tensor w_scales, Tensor? bias, bool static_weight=False) -> Tensor",
-    fake=_fprop_quantized_fake,
+    fake=lambda x, w_qdata, *_: x.qdata.new_empty((x.qdata.shape[0], w_qdata.shape[0]), dtype=torch.bfloat16),
     backends=COMPOSED,
 )
 @implements("fprop_quantized", "composed")

@@ -12,7 +12,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, store_both, words_of
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -99,9 +99,7 @@ def _fake(x, pair, k, rule):
 
 
 @operator(
-    "gather_quantize_1x128_and_128x1(Tensor x, Tensor pair, int k, str rule) -> (Quantized, Quantized)",
-    fake=_fake,
-    backends=TRITON,
+    "gather_quantize_1x128_and_128x1(Tensor x, Tensor pair, int k, str rule) -> (Quantized, Quantized)", fake=_fake
 )
 def gather_quantize_1x128_and_128x1(
     x: torch.Tensor, pair: torch.Tensor, k: int, rule: str

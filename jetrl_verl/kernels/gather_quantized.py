@@ -7,7 +7,7 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
@@ -68,11 +68,10 @@ def triton_gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> Q
     return out
 
 
-def _fake(x, pair, k):
-    return fake_rowwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1])))
-
-
-@operator("gather_quantized(Quantized x, Tensor pair, int k) -> Quantized", fake=_fake, backends=TRITON)
+@operator(
+    "gather_quantized(Quantized x, Tensor pair, int k) -> Quantized",
+    fake=lambda x, pair, *_: fake_rowwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1]))),
+)
 def gather_quantized(x: QuantizedTensor, pair: torch.Tensor, k: int) -> QuantizedTensor:
     """Rows of segments from the qdata of tokens.
 

@@ -20,7 +20,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_words,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, fake_colwise, require_groups, require_groups_of_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor
@@ -93,7 +93,6 @@ def triton_gather_relayout(x: QuantizedTensor, pair: torch.Tensor, k: int, rule:
 @operator(
     "gather_relayout_128x1(Quantized x, Tensor pair, int k, str rule) -> Quantized",
     fake=lambda x, pair, k, rule: fake_colwise(x.qdata.new_empty((pair.shape[0], x.qdata.shape[1]))),
-    backends=TRITON,
 )
 def gather_relayout_128x1(x: QuantizedTensor, pair: torch.Tensor, k: int, rule: str) -> QuantizedTensor:
     """``kernels.relayout_128x1`` of the tokens' rows in segments.

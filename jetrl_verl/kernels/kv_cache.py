@@ -25,7 +25,7 @@ from jetrl_verl.kernels.device.e4m3 import (
 )
 from jetrl_verl.kernels.device.halves import least_anchor, round_halves
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
@@ -206,27 +206,14 @@ def _fake_quantize_kv(k, v):
     return *quantized, *(torch.empty_like(x) for x in quantized), *(k.new_empty(k.shape) for _ in range(2))
 
 
-def _fake_quantize_dequantize_kv(k, v):
-    return tuple(k.new_empty(k.shape) for _ in range(2))
-
-
-def _fake_dequantize_kv(key, key_scales, value, value_scales):
-    return tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2))
-
-
-@operator(
-    "quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake_quantize_kv,
-    backends=TRITON,
-)
+@operator("quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv)
 def _quantize_kv(k, v):
     return lookup("quantize_kv", k.device)(k, v)
 
 
 @operator(
     "dequantize_kv(Tensor key, Tensor key_scales, Tensor value, Tensor value_scales) -> (Tensor, Tensor)",
-    fake=_fake_dequantize_kv,
-    backends=TRITON,
+    fake=lambda key, key_scales, value, *_: tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2)),
 )
 def _dequantize_kv(key, key_scales, value, value_scales):
     return lookup("dequantize_kv", key.device)(key, key_scales, value, value_scales)
@@ -250,7 +237,8 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Te
 
 
 @operator(
-    "quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)", fake=_fake_quantize_dequantize_kv, backends=TRITON
+    "quantize_dequantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor)",
+    fake=lambda k, *_: tuple(k.new_empty(k.shape) for _ in range(2)),
 )
 def quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The last two results of :func:`quantize_kv` without the FP8 data; same arguments and errors."""
@@ -361,7 +349,7 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
         )
 
 
-@operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None, backends=TRITON)
+@operator("write_kv(Tensor k, Tensor v, Tensor(a!) cache, Tensor slots) -> ()", fake=lambda *_: None)
 def write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """Quantize tokens into a rollout's pages, in place.
 
@@ -433,7 +421,6 @@ def _fake_read_kv(cache, block_table, lengths, cu_lengths, total, longest):
     "read_kv(Tensor cache, Tensor block_table, Tensor lengths, Tensor cu_lengths, int total, int longest)"
     " -> (Tensor, Tensor)",
     fake=_fake_read_kv,
-    backends=TRITON,
 )
 def read_kv(
     cache: torch.Tensor,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.reproducible import exp, log, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div
@@ -241,11 +241,11 @@ def triton_log_probs_backward(
     return out.scatter_add_(1, tokens, scaled)
 
 
-def _fake(logits, tokens, temperature):
-    return logits.new_empty(tokens.shape)
-
-
-@operator("log_probs(Tensor logits, Tensor tokens, Tensor temperature) -> Tensor", fake=_fake, backends=TRITON)
+@operator(
+    "log_probs(Tensor logits, Tensor tokens, Tensor temperature) -> Tensor",
+    fake=lambda logits, tokens, *_: logits.new_empty(tokens.shape),
+    probe=lambda inputs: log_probs(inputs.logits, inputs.following, inputs.temperature),
+)
 def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     require_shape("log_probs", "temperature", temperature, logits.shape[:1])
     require_shape("log_probs", "tokens", tokens, (logits.shape[0], tokens.shape[-1]))
@@ -255,7 +255,6 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Te
 @operator(
     "log_probs_backward(Tensor gradient, Tensor logits, Tensor tokens, Tensor temperature) -> Tensor",
     fake=lambda gradient, logits, tokens, temperature: logits.new_empty(logits.shape),
-    backends=TRITON,
 )
 def _log_probs_backward(
     gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_verl.kernels.device.launch import INTERPRETED, jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
@@ -138,11 +138,11 @@ def triton_logits_by(hidden: torch.Tensor, weight: torch.Tensor, tile: Tile) -> 
     return out
 
 
-def _fake(hidden, weight):
-    return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32)
-
-
-@operator("logits(Tensor hidden, Tensor weight) -> Tensor", fake=_fake, backends=TRITON)
+@operator(
+    "logits(Tensor hidden, Tensor weight) -> Tensor",
+    fake=lambda hidden, weight: hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=torch.float32),
+    probe=lambda inputs: logits(inputs.x, inputs.head),
+)
 def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     require_shape("logits", "weight", weight, (weight.shape[0], hidden.shape[-1]))
     return lookup("logits", hidden.device)(hidden, weight)

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.rms_norm import heads_in_place, reference_rms_norm, rms_norm_backward, tile_and_warps
 from jetrl_verl.kernels.rotary import check_rotary, reference_rotary, rotate_back
@@ -149,7 +149,6 @@ def check_norm_rotary(operation: str, q, k, q_weight, k_weight, table, positions
     "norm_rotary(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
-    backends=TRITON,
 )
 def _norm_rotary(q, k, q_weight, k_weight, eps: float, table, positions) -> Results:
     check_norm_rotary("norm_rotary", q, k, q_weight, k_weight, table, positions)

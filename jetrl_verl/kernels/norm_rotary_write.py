@@ -8,7 +8,7 @@ import triton.language as tl
 
 from jetrl_verl.kernels.attention import write_pages
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import check_cache, reference_write_kv, unit_of_slot, write_heads, write_heads_from
 from jetrl_verl.kernels.norm_rotary import (
     check_norm_rotary,
@@ -180,7 +180,6 @@ def _check(operation: str, q, k, v, q_weight, k_weight, table, positions, slots)
     "norm_rotary_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
     " Tensor positions, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> Tensor",
     fake=_fake,
-    backends=TRITON,
 )
 def norm_rotary_write(
     q: torch.Tensor,
@@ -229,7 +228,6 @@ def norm_rotary_write(
     "norm_rotary_write_fp8(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
     " Tensor positions, Tensor(a!) cache, Tensor slots) -> Tensor",
     fake=_fake,
-    backends=TRITON,
 )
 def norm_rotary_write_fp8(
     q: torch.Tensor,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jetrl_verl.kernels.dispatch import Backends, Operation, declare
+from jetrl_verl.kernels.dispatch import TRITON, Backends, Operation, declare
 from jetrl_verl.reference import QuantizedTensor
 
 _LIBRARY = torch.library.Library("jetrl", "FRAGMENT")
@@ -19,7 +19,7 @@ _QUANTIZED = "Quantized"
 
 
 def operator(
-    schema: str, *, fake: Callable, backends: Backends | None = None, **properties: Any
+    schema: str, *, fake: Callable, backends: Backends | None = TRITON, **properties: Any
 ) -> Callable[[Callable], Callable]:
     """Decorator: declare an operation and define ``jetrl::<schema>``, computed by the decorated function on CPU and
     CUDA tensors.
@@ -28,7 +28,8 @@ def operator(
         schema: as in native_functions, with one more type: ``"quantize_1x128(Tensor x, str rule) -> Quantized"``. A
             ``Quantized q`` is a :class:`QuantizedTensor` to the function, and ``q_qdata, q_scales`` to torch.
         fake: the function for tracing; its results have shapes and types only.
-        backends: of the operation, registered above (``implements``); None for an operator that calls operations.
+        backends: of the operation, registered above (``implements``), by default the reference on the CPU and Triton on
+            a GPU; None for an operator that calls operations.
         properties: others of ``dispatch.Operation``.
 
     Returns:

@@ -33,7 +33,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     words_of,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import NATIVE, TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, QuantizedTensor, ScaleRule
@@ -238,11 +238,7 @@ def native_transpose_128x128(weight: QuantizedTensor) -> QuantizedTensor:
     return transposed
 
 
-@operator(
-    "quantize_128x128(Tensor w, str rule) -> Quantized",
-    fake=lambda w, rule: _empty_blocks(*w.shape, w.device),
-    backends=TRITON,
-)
+@operator("quantize_128x128(Tensor w, str rule) -> Quantized", fake=lambda w, rule: _empty_blocks(*w.shape, w.device))
 def quantize_128x128(w: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_128x128`."""
     return lookup("quantize_128x128", w.device)(w, rule)
@@ -251,7 +247,6 @@ def quantize_128x128(w: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
 @operator(
     "quantize_128x128_and_transpose(Tensor w, str rule) -> (Quantized, Quantized)",
     fake=lambda w, rule: (_empty_blocks(*w.shape, w.device), _empty_blocks(*w.shape[::-1], w.device)),
-    backends=TRITON,
 )
 def quantize_128x128_and_transpose(w: torch.Tensor, rule: ScaleRule) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`jetrl_verl.reference.quantize_128x128_and_transpose`; on a GPU ``w`` is read once."""

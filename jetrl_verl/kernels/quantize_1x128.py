@@ -26,7 +26,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     words_of,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise
 from jetrl_verl.kernels.sizes import ceil_div
@@ -210,13 +210,13 @@ def _fake(x: torch.Tensor, rule: str) -> QuantizedTensor:
     return QuantizedTensor(qdata.reshape(x.shape), scales.reshape(*x.shape[:-1], scales.shape[1]))
 
 
-@operator("quantize_1x128(Tensor x, str rule) -> Quantized", fake=_fake, backends=TRITON)
+@operator("quantize_1x128(Tensor x, str rule) -> Quantized", fake=_fake)
 def quantize_1x128(x: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_1x128`."""
     return lookup("quantize_1x128", x.device)(x, rule)
 
 
-@operator("quantize_128x1(Tensor x, str rule) -> Quantized", fake=lambda x, rule: fake_colwise(x), backends=TRITON)
+@operator("quantize_128x1(Tensor x, str rule) -> Quantized", fake=lambda x, rule: fake_colwise(x))
 def quantize_128x1(x: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_128x1`."""
     return lookup("quantize_128x1", x.device)(x, rule)
@@ -225,7 +225,6 @@ def quantize_128x1(x: torch.Tensor, rule: ScaleRule) -> QuantizedTensor:
 @operator(
     "quantize_1x128_and_128x1(Tensor x, str rule) -> (Quantized, Quantized)",
     fake=lambda x, rule: (fake_rowwise(x), fake_colwise(x)),
-    backends=TRITON,
 )
 def quantize_1x128_and_128x1(x: torch.Tensor, rule: ScaleRule) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`jetrl_verl.reference.quantize_1x128_and_128x1`; on a GPU ``x`` is read once."""

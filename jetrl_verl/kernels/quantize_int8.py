@@ -11,7 +11,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.e4m3 import INF_BITS, MIN_SCALE, divide, magnitude_bits
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.reference import QuantizedTensor
@@ -68,7 +68,7 @@ def _fake(x: torch.Tensor) -> QuantizedTensor:
     return QuantizedTensor(x.new_empty(x.shape, dtype=torch.int8), scales)
 
 
-@operator("quantize_int8(Tensor x) -> Quantized", fake=_fake, backends=TRITON)
+@operator("quantize_int8(Tensor x) -> Quantized", fake=_fake)
 def quantize_int8(x: torch.Tensor) -> QuantizedTensor:
     """See :func:`jetrl_verl.reference.quantize_int8`."""
     return lookup("quantize_int8", x.device)(x)

@@ -18,7 +18,7 @@ from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
@@ -318,21 +318,21 @@ def _fake(x, weight, eps):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@operator("rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)", fake=_fake, backends=TRITON)
+@operator(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    fake=_fake,
+    probe=lambda inputs: rms_norm(inputs.x, inputs.weight, 1e-6),
+)
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y BF16 and rstd FP32 of x [..., K]."""
     require_shape("rms_norm", "weight", weight, x.shape[-1:])
     return lookup("rms_norm", x.device)(x, weight, eps)
 
 
-def _fake_add(x, residual, weight, eps):
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
 @operator(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    fake=_fake_add,
-    backends=TRITON,
+    fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    probe=lambda inputs: add_rms_norm(inputs.x, inputs.residual, inputs.weight, 1e-6),
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -354,14 +354,10 @@ def add_rms_norm(
     return lookup("add_rms_norm", x.device)(x, residual, weight, eps)
 
 
-def _fake_quantize(x, weight, eps, rule):
-    return *_fake(x, weight, eps), fake_rowwise(x)
-
-
 @operator(
     "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Quantized)",
-    fake=_fake_quantize,
-    backends=TRITON,
+    fake=lambda x, weight, eps, *_: (*_fake(x, weight, eps), fake_rowwise(x)),
+    probe=lambda inputs: rms_norm_quantize_1x128(inputs.x, inputs.weight, 1e-6, "fp32"),
 )
 def _rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
@@ -371,15 +367,17 @@ def _rms_norm_quantize(
     return lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule)
 
 
-def _fake_add_quantize(x, residual, weight, eps, rule, with_normed):
-    return x.new_empty(x.shape if with_normed else 0), x.new_empty(x.shape), fake_rowwise(x)
-
-
 @operator(
     "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
     " -> (Tensor, Tensor, Quantized)",
-    fake=_fake_add_quantize,
-    backends=TRITON,
+    fake=lambda x, residual, weight, eps, rule, with_normed: (
+        x.new_empty(x.shape if with_normed else 0),
+        x.new_empty(x.shape),
+        fake_rowwise(x),
+    ),
+    probe=lambda inputs: add_rms_norm_quantize_1x128(
+        inputs.x, inputs.residual, inputs.weight, 1e-6, "fp32", with_normed=False
+    ),
 )
 def _add_rms_norm_quantize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
@@ -392,14 +390,9 @@ def _add_rms_norm_quantize(
     return y if with_normed else x.new_empty(0), total, quantized
 
 
-def _fake_backward(dy, x, weight, rstd):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)
-
-
 @operator(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
-    fake=_fake_backward,
-    backends=TRITON,
+    fake=lambda dy, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
 )
 def rms_norm_backward(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor

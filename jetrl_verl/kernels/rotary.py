@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.kernels.views import as_type
@@ -157,10 +157,6 @@ def triton_rotary(
     return rotated
 
 
-def _fake(q, k, table, positions, inverse):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
 def check_rotary(
     operation: str, q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor
 ) -> None:
@@ -178,8 +174,8 @@ def check_rotary(
 # Checked when it runs, not when it is traced: a comparison of symbolic sizes would become a guard of the compiler.
 @operator(
     "rotary(Tensor q, Tensor k, Tensor table, Tensor positions, bool inverse) -> (Tensor, Tensor)",
-    fake=_fake,
-    backends=TRITON,
+    fake=lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    probe=lambda inputs: rotary(inputs.q, inputs.k, inputs.table, inputs.positions),
 )
 def _rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool

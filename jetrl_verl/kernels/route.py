@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
@@ -127,7 +127,11 @@ def _fake(logits, k, renormalize):
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
 
-@operator("route(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor)", fake=_fake, backends=TRITON)
+@operator(
+    "route(Tensor logits, int k, bool renormalize) -> (Tensor, Tensor)",
+    fake=_fake,
+    mixture_probe=lambda inputs: (*route(inputs.tied, 4, False), *route(inputs.tied, 4, True)),
+)
 def _route(logits: torch.Tensor, k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if logits.dtype != torch.float32 or logits.ndim != 2 or not 1 <= k <= logits.shape[1]:
         raise ValueError(

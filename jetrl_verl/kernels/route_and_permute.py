@@ -12,7 +12,7 @@ import triton.language as tl
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.gather_quantized import triton_gather_quantized
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
@@ -152,7 +152,6 @@ def _fake(logits, x, k, renormalize):
     "route_and_permute(Tensor logits, Quantized x, int k, bool renormalize)"
     " -> (Tensor, Tensor, Tensor, Tensor, Quantized)",
     fake=_fake,
-    backends=TRITON,
 )
 def _route_and_permute(
     logits: torch.Tensor, x: QuantizedTensor, k: int, renormalize: bool

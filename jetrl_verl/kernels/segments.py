@@ -8,7 +8,7 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.reference import Segments, rows_of_segments
@@ -103,9 +103,7 @@ def _fake(experts_of, experts, align):
     return experts_of.new_empty(experts_of.shape), experts_of.new_empty(rows), experts_of.new_empty(experts + 1)
 
 
-@operator(
-    "segments(Tensor experts_of, int experts, int align) -> (Tensor, Tensor, Tensor)", fake=_fake, backends=TRITON
-)
+@operator("segments(Tensor experts_of, int experts, int align) -> (Tensor, Tensor, Tensor)", fake=_fake)
 def _segments(experts_of: torch.Tensor, experts: int, align: int) -> Segments:
     if experts_of.dtype != torch.int32 or experts_of.ndim != 2 or align < 1:
         raise ValueError(

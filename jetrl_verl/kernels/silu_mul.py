@@ -30,7 +30,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import NATIVE, TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
@@ -414,18 +414,19 @@ def _fake(gate, up):
     return torch.empty_like(up, memory_format=torch.contiguous_format)
 
 
-@operator("silu_mul(Tensor gate, Tensor up) -> Tensor", fake=_fake, backends=TRITON)
+@operator(
+    "silu_mul(Tensor gate, Tensor up) -> Tensor",
+    fake=_fake,
+    probe=lambda inputs: silu_mul(inputs.x, inputs.residual),
+)
 def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     require_shape("silu_mul", "up", up, gate.shape)
     return lookup("silu_mul", gate.device)(gate, up)
 
 
-def _fake_backward(dy, gate, up):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
 @operator(
-    "silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)", fake=_fake_backward, backends=TRITON
+    "silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
+    fake=lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
 def _silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("silu_mul_backward", gate.device)(dy, gate, up)
@@ -444,7 +445,7 @@ def _fake_quantize(gate, up, rule, with_product, with_colwise):
     "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product, bool with_colwise)"
     " -> (Tensor, Quantized, Quantized)",
     fake=_fake_quantize,
-    backends=TRITON,
+    probe=lambda inputs: silu_mul_quantize(inputs.x, inputs.residual, "fp32", with_product=False, with_colwise=False),
 )
 def _silu_mul_quantize(
     gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
@@ -456,14 +457,10 @@ def _silu_mul_quantize(
     return product if with_product else up.new_empty(0), rowwise, colwise if with_colwise else _absent(up)
 
 
-def _fake_backward_quantize(dy, gate, up, rule):
-    return fake_rowwise(gate), fake_colwise(gate), fake_rowwise(up), fake_colwise(up)
-
-
 @operator(
     "silu_mul_backward_quantize(Tensor dy, Tensor gate, Tensor up, str rule)"
     " -> (Quantized, Quantized, Quantized, Quantized)",
-    fake=_fake_backward_quantize,
+    fake=lambda dy, gate, up, rule: (fake_rowwise(gate), fake_colwise(gate), fake_rowwise(up), fake_colwise(up)),
     backends=NATIVE,
 )
 def _silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:

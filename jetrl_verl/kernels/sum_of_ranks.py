@@ -10,7 +10,7 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
 
@@ -42,11 +42,7 @@ def triton_sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def _fake(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0].new_empty(parts[0].shape)
-
-
-@operator("sum_of_ranks(Tensor[] parts) -> Tensor", fake=_fake, backends=TRITON)
+@operator("sum_of_ranks(Tensor[] parts) -> Tensor", fake=lambda parts: parts[0].new_empty(parts[0].shape))
 def sum_of_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """``((p_0 + p_1) + p_2) + ...`` in FP32, rounded to BF16 once.
 

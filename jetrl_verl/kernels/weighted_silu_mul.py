@@ -24,7 +24,7 @@ from jetrl_verl.kernels.device.e4m3 import (
     store_both,
 )
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import TRITON, implements, lookup
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import (
     empty_colwise,
@@ -259,7 +259,6 @@ def _check(gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor) -> 
 @operator(
     "weighted_silu_mul_quantize(Tensor gate_up, Tensor weights, Tensor pair, str rule) -> Quantized",
     fake=lambda gate_up, weights, pair, rule: fake_rowwise(gate_up[:, : gate_up.shape[1] // 2]),
-    backends=TRITON,
 )
 def weighted_silu_mul_quantize(
     gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
@@ -282,15 +281,14 @@ def weighted_silu_mul_quantize(
     return lookup("weighted_silu_mul_quantize", gate_up.device)(gate_up, weights, pair, rule)
 
 
-def _fake_backward_quantize(dy, gate_up, weights, pair, rule):
-    return fake_rowwise(gate_up), fake_colwise(gate_up), weights.new_empty(weights.shape)
-
-
 @operator(
     "weighted_silu_mul_backward_quantize(Tensor dy, Tensor gate_up, Tensor weights, Tensor pair, str rule)"
     " -> (Quantized, Quantized, Tensor)",
-    fake=_fake_backward_quantize,
-    backends=TRITON,
+    fake=lambda dy, gate_up, weights, *_: (
+        fake_rowwise(gate_up),
+        fake_colwise(gate_up),
+        weights.new_empty(weights.shape),
+    ),
 )
 def weighted_silu_mul_backward_quantize(
     dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str

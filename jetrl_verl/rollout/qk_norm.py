@@ -40,6 +40,7 @@ ATTENTION = "jetrl::qk_norm_attention"
     "qk_norm_attention(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions,"
     " Tensor(a!) out, str layer_name) -> ()",
     fake=lambda *_: None,
+    backends=None,
 )
 def qk_norm_attention(
     qkv: torch.Tensor,

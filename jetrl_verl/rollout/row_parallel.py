@@ -87,7 +87,7 @@ def _by_rows(x: torch.Tensor) -> torch.Tensor:
     return group.all_gather(share, 0)[:rows]
 
 
-@operator("ordered_all_reduce(Tensor x) -> Tensor", fake=torch.empty_like)
+@operator("ordered_all_reduce(Tensor x) -> Tensor", fake=torch.empty_like, backends=None)
 def _ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
     if (total := _in_one_stage(x)) is not None:
         return total

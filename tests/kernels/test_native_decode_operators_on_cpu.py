@@ -30,6 +30,7 @@ from jetrl_verl.kernels.decode_attention import (
     native_supports_decode_attention,
     native_supports_decode_attention_bf16,
 )
+from jetrl_verl.kernels.probe_inputs import probe_inputs
 from jetrl_verl.sync import operations_probe
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("on_a_cpu")]
@@ -266,7 +267,7 @@ def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, c
     got = operations_probe._token_by_token(device, kv_format)
     assert clusters == [8, 4, 2, 1]
 
-    inputs, want = operations_probe._inputs(device), torch.empty_like(got)
+    inputs, want = probe_inputs(device), torch.empty_like(got)
     k, v = (kernels.cache_form(x).double().numpy() for x in kv_format.seen(inputs.k, inputs.v))
     group = want.shape[1] // k.shape[1]
     for first, end in itertools.pairwise(inputs.cu_seqlens.tolist()):

@@ -14,10 +14,11 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import _unwritten
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.decode_attention import choose_cluster, native_decode_attention_bf16
+from jetrl_verl.kernels.probe_inputs import mixture_inputs
 from jetrl_verl.models.families.base import Routing
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import LiveTensor
-from jetrl_verl.sync.operations_probe import _mixture_inputs, _places, stated_operations
+from jetrl_verl.sync.operations_probe import _places, stated_operations
 from jetrl_verl.sync.statement import ContractViolation, Manifest
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def verify(trainer: dict[str, int], rollout: dict[str, int], routings=(None, Non
 
 
 def test_every_shared_operation_is_stated(sums):
-    assert tuple(sums) == (*OPERATIONS, DECODES["bf16"])
+    assert set(sums) == {*OPERATIONS, DECODES["bf16"]}
     assert stated_operations(CPU, "shared") == sums and stated_operations(CPU, "stock") == {}
     assert sums[DECODES["bf16"]] == sums["attention"]
     assert Manifest.from_tensor(Manifest("fp32", 1, sums).to_tensor()).operations == sums
@@ -63,23 +64,32 @@ def test_every_shared_operation_is_stated(sums):
 
 
 def with_a_flipped_bit(output):
+    """In each floating-point tensor of an output, of quantized ones in the scales."""
     if isinstance(output, QuantizedTensor):
-        return QuantizedTensor(output.qdata, with_a_flipped_bit(output.scales), output.source, output.colwise)
+        return QuantizedTensor(output.qdata, with_a_flipped_bit(output.scales))
     if isinstance(output, tuple):
-        *others, last = output
-        if isinstance(output[0], QuantizedTensor):  # followed by the residual sum or colwise data
-            return with_a_flipped_bit(output[0]), *output[1:]
-        return *others, with_a_flipped_bit(last)
+        return tuple(map(with_a_flipped_bit, output))
+    if output is None or not output.is_floating_point() or not output.numel():
+        return output
     output = output.clone()
     output.view(-1).view(torch.uint8)[-1] ^= 1
     return output
 
 
+def replace_backend(monkeypatch, operation: str, change) -> None:
+    """Compute ``operation`` on the CPU by ``change`` of its function."""
+    stock = dispatch.implementation(operation, "reference")
+    changed = dispatch.Implementation(change(stock))
+    monkeypatch.setitem(dispatch._implementations, (operation, "reference"), changed)
+
+
+def flip_a_bit(stock):
+    return lambda *inputs: with_a_flipped_bit(stock(*inputs))
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_flipped_bit_names_its_operation_alone(monkeypatch, sums, operation):
-    stock = getattr(kernels, operation)
-
-    monkeypatch.setattr(kernels, operation, lambda *inputs, **options: with_a_flipped_bit(stock(*inputs, **options)))
+    replace_backend(monkeypatch, operation, flip_a_bit)
     other = stated_operations(CPU, "shared")
     # A BF16 cache is stated by the trainer's attention.
     names = f"attention, {DECODES['bf16']}" if operation == "attention" else operation
@@ -100,7 +110,7 @@ def test_a_side_with_stock_operations_differs_in_every_operation(sums):
 @pytest.mark.parametrize("cache", formats.CACHES)
 def test_trainer_and_rollout_state_the_same_sums_for_a_cache(sums, cache):
     trainer, rollout = (stated_operations(CPU, "shared", cache, rollout=side) for side in (False, True))
-    assert trainer == rollout and tuple(trainer) == (*OPERATIONS, DECODES[cache])
+    assert trainer == rollout and set(trainer) == {*OPERATIONS, DECODES[cache]}
     assert verify(trainer, rollout)["plain"] == 1
     assert stated_operations(CPU, "stock", cache, rollout=True) == {}
     # Rounding keys and values changes these sums alone.
@@ -270,7 +280,7 @@ def mixture_sums() -> dict[str, int]:
 
 def test_operations_of_a_mixture_are_added_to_the_others(sums):
     stated = stated_operations(CPU, "shared", mixture=True)
-    assert {name: stated[name] for name in sums} == sums and tuple(stated) == (*sums, *OF_MIXTURES)
+    assert {name: stated[name] for name in sums} == sums and set(stated) == {*sums, *OF_MIXTURES}
     assert stated_operations(CPU, "stock", mixture=True) == {}
     assert verify(stated, stated, (ROUTING, ROUTING))["plain"] == 1
 
@@ -278,14 +288,12 @@ def test_operations_of_a_mixture_are_added_to_the_others(sums):
 @pytest.mark.parametrize("operation", OF_MIXTURES)
 def test_a_flipped_bit_in_an_operation_of_a_mixture_is_named(monkeypatch, operation):
     sums = mixture_sums()
-    owner = formats.get("fp8") if operation == "experts" else kernels
-    stock = getattr(owner, operation)
-
-    def flipped(*inputs, **options):
-        output = stock(*inputs, **options)
-        return (with_a_flipped_bit(output[0]), *output[1:]) if operation == "experts" else with_a_flipped_bit(output)
-
-    monkeypatch.setattr(owner, operation, flipped)
+    if operation == "experts":
+        flow = formats.get("fp8")
+        stock = flow.experts
+        monkeypatch.setattr(flow, operation, lambda *call: (with_a_flipped_bit(stock(*call)[0]),))
+    else:
+        replace_backend(monkeypatch, operation, flip_a_bit)
     other = mixture_sums()
     # ``experts`` calls ``route`` and ``combine``.
     names = {"combine": "combine, experts", "route": "experts, route"}.get(operation, operation)
@@ -295,20 +303,22 @@ def test_a_flipped_bit_in_an_operation_of_a_mixture_is_named(monkeypatch, operat
 
 def test_inputs_of_the_mixture_probe_distinguish_orders(monkeypatch):
     """Ties go to the lowest index, one expert has no token, counts are ragged, the sum depends on its order."""
-    inputs = _mixture_inputs(CPU)
+    inputs = mixture_inputs(CPU)
     counts = kernels.route(inputs.logits, 3, True)[0].flatten().long().bincount(minlength=6)
     assert counts[2] == 0 and len(set(counts.tolist())) > 3 and (counts[[0, 1, 3, 4, 5]] % 128 != 0).all()
     sums = mixture_sums()
 
-    def highest_number_first(logits, k, renormalize):
-        experts, weights = route(logits.flip(1), k, renormalize)
-        return logits.shape[1] - 1 - experts, weights
+    def highest_number_first(stock):
+        def route(logits, k, renormalize):
+            experts, weights = stock(logits.flip(1), k, renormalize)
+            return logits.shape[1] - 1 - experts, weights
 
-    route, combine = kernels.route, kernels.combine
-    monkeypatch.setattr(kernels, "route", highest_number_first)
-    assert mixture_sums()["route"] != sums["route"]
-    monkeypatch.setattr(kernels, "route", route)
-    monkeypatch.setattr(kernels, "combine", lambda y, row: combine(y, row[:, [0, 2, 1]].contiguous()))
+        return route
+
+    with monkeypatch.context() as changed:
+        replace_backend(changed, "route", highest_number_first)
+        assert mixture_sums()["route"] != sums["route"]
+    replace_backend(monkeypatch, "combine", lambda stock: lambda y, row: stock(y, row[:, [0, 2, 1]].contiguous()))
     assert mixture_sums()["combine"] != sums["combine"]
 
 

@@ -25,7 +25,7 @@ HOPPER = {
     "elsewhere": ["reference"],
 }
 HEALTHY = {
-    "kernels": {"cuda": "13.0", "gpus": [GPU], "devices": {"cuda:0": HOPPER}},
+    "kernels": {"cuda": "13.0", "gpus": [GPU], "devices": {"cuda:0": HOPPER}, "slow_launches": ""},
     "self_check": {
         "cuda:0": {
             "platform": "sm90",
@@ -95,6 +95,7 @@ def test_a_healthy_gpu_machine_runs_every_precision(gpu_machine):
     assert not any(finding.subject == doctor.SHARED for finding in findings)
     shown = [finding.detail for finding in findings if finding.subject == "kernels, sm90" and finding.state == OK]
     assert shown == ["triton: quantize_1x128", "vllm_cutlass, else triton: gemm_nt"]
+    assert Finding("Triton launches", OK, "direct") in findings
 
 
 def test_real_processes_diagnose_this_machine():

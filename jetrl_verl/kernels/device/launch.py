@@ -19,6 +19,9 @@ from triton.runtime.jit import JITFunction
 INTERPRETED: tl.constexpr = tl.constexpr(knobs.runtime.interpret)
 """Whether kernels run under Triton's interpreter, which has no inline assembly and computes some operations wrongly."""
 
+_FOLLOWED = "3.6.0"
+"""The version of Triton whose launch is re-made here."""
+
 _NO_HOOKS = None, None, None  # a launch's description and the two hooks that would read it
 
 
@@ -68,12 +71,21 @@ def _again(compiled: Any) -> tuple[Callable, tuple]:
 def jit(function: Callable | None = None, **options: Any) -> Any:
     """``triton.jit`` for kernels launched with a tuple as grid, and for their functions.
 
-    The interpreter and versions of Triton other than 3.6.0 keep Triton's launch.
+    The interpreter and versions of Triton other than 3.6.0 keep Triton's launch (:func:`slow_launches`).
     """
     if function is None:
         return lambda function: jit(function, **options)
     kernel = triton.jit(function, **options)
-    if triton.__version__ == "3.6.0" and type(kernel) is JITFunction:
+    if triton.__version__ == _FOLLOWED and type(kernel) is JITFunction:
         kernel.__class__ = _Kernel
         kernel._launched = {}
     return kernel
+
+
+def slow_launches() -> str:
+    """Why launches of kernels take Triton's time, in one sentence; empty where they are direct."""
+    if knobs.runtime.interpret:
+        return "Triton's interpreter runs kernels"
+    if triton.__version__ != _FOLLOWED:
+        return f"Triton {triton.__version__} launches kernels itself, in twice the host time: direct needs {_FOLLOWED}"
+    return ""

@@ -25,12 +25,13 @@ ANSWER_SECONDS = 150.0
 
 
 def ask_kernels() -> dict[str, Any]:
-    """GPUs and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap", "library"}``;
-    ``gap``: why the shared operations do not run here, ``library``: the Hopper kernels."""
+    """GPUs and which backend computes each operation: ``{"cuda", "gpus", "devices": {device: ...}, "gap", "library",
+    "slow_launches"}``; ``gap``: why the shared operations do not run here, ``library``: the Hopper kernels."""
     import torch
 
     from jetrl_verl.config.environment import why_not_shared
     from jetrl_verl.kernels import OPERATIONS, describe_backends, platform_of
+    from jetrl_verl.kernels.device.launch import slow_launches
     from jetrl_verl.kernels.dispatch import backends_on
     from jetrl_verl.tools.doctor.self_check import why_not
 
@@ -60,7 +61,7 @@ def ask_kernels() -> dict[str, Any]:
             "elsewhere": [name for name in known if name not in used],
         }
     facts = {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": why_not_shared()}
-    return facts | {"library": _library()}
+    return facts | {"library": _library(), "slow_launches": slow_launches()}
 
 
 def ask_self_check() -> dict[str, Any]:

@@ -151,6 +151,8 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("kernels", WRONG, kernels["error"], "fix torch and Triton first: `make setup` installs the pins")
     if library := kernels.get("library"):
         yield _check_library(library, any(tuple(gpu["capability"]) == CAPABILITY for gpu in kernels.get("gpus", [])))
+    if (slow := kernels.get("slow_launches")) is not None:
+        yield Finding("Triton launches", NOTE if slow else OK, slow or "direct")
     reported = set()
     for device, facts in kernels.get("devices", {}).items():
         if "refused" in facts:

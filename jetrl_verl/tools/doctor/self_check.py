@@ -109,7 +109,7 @@ def calls() -> tuple[Call, ...]:
 
 
 def why_not(backend: str) -> str:
-    """Why ``backend`` of the dispatch table cannot run in this process; empty if it can."""
+    """Why ``backend`` cannot run in this process; empty if it can."""
     try:
         return dispatch.unavailable(backend) or ""
     except Exception as error:  # an import of native code may raise anything

@@ -51,6 +51,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.published_shapes import NARROW
 from jetrl_verl import formats
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import CodeChanges
 from jetrl_verl.models import family
@@ -241,7 +242,7 @@ def rollout_worker(folder: str, options: JetConfig | None) -> Any:
     from jetrl_verl.rollout.shared_operations import share_operations
     from jetrl_verl.rollout.worker import JetWorker, JetWorkerExtension
 
-    arguments_of_precision = vllm_arguments(options, None) if options is not None else {}
+    arguments_of_precision = vllm_arguments(Job(options), None) if options is not None else {}
     arguments = EngineArgs(
         folder,
         skip_tokenizer_init=True,

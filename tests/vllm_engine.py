@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.rollout.arguments import vllm_arguments
 
@@ -61,7 +62,7 @@ def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tupl
     """
     from vllm import LLM
 
-    arguments = vllm_arguments(options, None) if options is not None else {}
+    arguments = vllm_arguments(Job(options), None) if options is not None else {}
     defaults = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
     llm = LLM(str(folder), **(defaults | CACHE | arguments | changes))
     if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:

@@ -29,15 +29,17 @@ from safetensors.torch import save_file
 
 from jetrl_verl import formats
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
-from jetrl_verl.config.environment import check_model
-from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.composition import parse
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.model import check_model, read_model
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.models import family, model_types
 from jetrl_verl.models.families.base import Experts, place
-from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_linears, plan_of
+from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
@@ -74,18 +76,14 @@ class ExportOptions:
             raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
         if self.tensor_parallel < 1:
             raise ExportError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; use 1 or more.")
-        self.as_jetrl()
+        self.job()
 
-    def as_jetrl(self) -> JetConfig:
-        """These options as a run's, which validates them."""
+    def job(self) -> Job:
+        """The rollout that the folder is for: training's requirements, as of a mixture, do not apply to it."""
+        options = {"precision": "fp8_rollout", "train": formats.UNQUANTIZED, "rollout": formats.FLOW}
+        options |= {"scale_rule": self.scale_rule, "unfit_layers": self.unfit_layers}
         try:
-            return JetConfig(
-                precision="jet_fp8",
-                train=formats.FLOW,
-                rollout=formats.FLOW,
-                scale_rule=self.scale_rule,
-                unfit_layers=self.unfit_layers,
-            )
+            return Job(parse(options), rollout_ranks=self.tensor_parallel)
         except UnsupportedConfiguration as error:
             raise ExportError(str(error)) from None
 
@@ -199,15 +197,12 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     folder = source / "huggingface" if (source / "fsdp_config.json").is_file() else source
     try:
         if folder is source:
-            # The folder is for a rollout, so training's requirements (a mixture's shared operations) do not apply.
-            rollout = replace(options.as_jetrl(), precision="fp8_rollout", train=formats.UNQUANTIZED)
-            check_model(str(folder.absolute()), rollout, options.tensor_parallel)
-        config = AutoConfig.from_pretrained(folder)
-        return plan_linears(config, options.tensor_parallel, unfit_layers=options.unfit_layers)
+            check_model(options.job(), read_model(str(folder.absolute())))
+        return options.job().plans(AutoConfig.from_pretrained(folder))
     except UnsupportedConfiguration as error:
         raise ExportError(str(error)) from None
     except UnsupportedLayer as error:
-        raise ExportError(model_refusal(error, str(folder), options.as_jetrl().precision)) from None
+        raise ExportError(model_refusal(error, str(folder), options.job().options.precision)) from None
     except (OSError, ValueError) as error:
         raise ExportError(
             f"{folder / 'config.json'} is not a readable model config ({type(error).__name__}); "

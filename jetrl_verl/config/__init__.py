@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The flag ``precision=`` and its options: the Hydra group, the options' dataclass, and the checks.
+"""The flag ``precision=`` and its options: the Hydra group, the job that the driver resolves, and the checks.
 
 Names are imported on first use: ``--cfg job`` need not import verl's worker configs.
 """
@@ -8,26 +8,29 @@ Names are imported on first use: ``--cfg job`` need not import verl's worker con
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .options import PRECISIONS, JetConfig, UnsupportedConfiguration
+from .job import Job
+from .options import PRECISIONS, JetConfig
+from .support.row import UnsupportedConfiguration
 
 if TYPE_CHECKING:
-    from .check import check_config
+    from .composition import resolve
     from .engine_config import JetFSDPEngineConfig
     from .environment import check_environment
 
 _LAZY = {
     "JetFSDPEngineConfig": "engine_config",
-    "check_config": "check",
     "check_environment": "environment",
+    "resolve": "composition",
 }
 
 __all__ = [
     "PRECISIONS",
     "JetConfig",
     "JetFSDPEngineConfig",
+    "Job",
     "UnsupportedConfiguration",
-    "check_config",
     "check_environment",
+    "resolve",
 ]
 
 

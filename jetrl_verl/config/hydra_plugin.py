@@ -6,9 +6,8 @@ A subclass of Hydra's config repository appends ``- precision: bf16`` to the def
 as it is loaded. It recognizes that config by its defaults (one places a config at ``actor_rollout_ref.actor``), also in
 a recipe or a user's copy. The group comes after verl's values and before those of the recipe and the command line.
 
-A subclass of the config loader refuses what is not supported and resolves ``jetrl.operations=auto``, under ``--cfg
-job``, in a run and in ``hydra.compose`` alike. (A Hydra 1.3 callback has no such hook, and exceptions in callbacks
-become warnings.)
+A subclass of the config loader resolves each composed config (``composition``), under ``--cfg job``, in a run and in
+``hydra.compose`` alike. (A Hydra 1.3 callback has no such hook, and exceptions in callbacks become warnings.)
 """
 
 from collections.abc import Iterator
@@ -25,10 +24,10 @@ from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from .options import PRECISIONS, UnsupportedConfiguration
-from .support.scopes import CORRECTION
+from .options import PRECISIONS
+from .support.row import UnsupportedConfiguration
 
 GROUP = "precision"
 DEFAULTS = {GROUP: "bf16", "clip": "fixed", "correction": "fixed"}
@@ -75,9 +74,7 @@ class JetConfigRepository(ConfigRepository):
 
 
 class JetConfigLoader(ConfigLoaderImpl):
-    """Hydra's config loader over ``JetConfigRepository``; refuses a composed config that is not supported, and resolves
-    ``jetrl.operations=auto``.
-    """
+    """Hydra's config loader over ``JetConfigRepository``, which resolves the composed config."""
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
@@ -94,17 +91,12 @@ class JetConfigLoader(ConfigLoaderImpl):
                 f"precision={chosen} is not a precision. Set one of {', '.join(PRECISIONS)}."
             ) from None
         if "jetrl" in config and _checked.get():
-            from .check import check_config
-            from .operations import resolve_operations
+            from .composition import resolve
 
             try:
-                check_config(config)
+                resolve(config)
             except UnsupportedConfiguration as refusal:
                 raise ConfigCompositionException(str(refusal)) from None
-            resolve_operations(config)
-            if config.jetrl.get("old_log_probs") == "rollout":
-                # verl's own switch; what it does not do, the check, comes with the rollout's config.
-                OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
         return config
 
 

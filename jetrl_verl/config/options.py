@@ -1,20 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The options of the project: the ``jetrl`` node of a composed config as a frozen dataclass, and the values they take.
+"""The options of the project: the ``jetrl`` node of a composed config as a frozen dataclass.
 
-A precision fills the node, the user overrides fields; which combinations are refused is in ``support/options.py``.
-Imports neither torch nor verl nor vLLM: vLLM workers and the command line read it too.
+A precision fills the node, the user overrides fields, and ``composition`` validates them, once, on the driver.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, UNQUANTIZED
-
-from .support.options import OPTION_ROWS
-from .support.row import UnsupportedConfiguration, shown
-from .support.table import refusals
+from jetrl_verl.formats.catalog import FLOW
 
 PRECISIONS: tuple[str, ...] = (
     "bf16",
@@ -30,47 +24,10 @@ PRECISIONS: tuple[str, ...] = (
 )
 """Choices of the Hydra group ``precision``: presets, each a YAML file of defaults. ``bf16`` leaves verl as it is."""
 
-_TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
-
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "precision": PRECISIONS[1:],
-    "train": (*_TRAIN, UNQUANTIZED),
-    "rollout": (*FORMATS, UNQUANTIZED),
-    "scale_rule": SCALE_RULES,
-    "backward": (*_TRAIN, UNQUANTIZED),
-    "unfit_layers": ("stop", "skip"),
-    "ref": (UNQUANTIZED, *_TRAIN),
-    "critic": (UNQUANTIZED, *_TRAIN),
-    "contract_check": (True, False),
-    "metrics": (True, False),
-    "operations": ("auto", "stock", "shared"),
-    "int8_scales": ("sync", "first"),
-    "clip": ("fixed", "calibrated"),
-    "correction": ("fixed", "adaptive"),
-    "old_log_probs": ("compute", "rollout"),
-    "kv_cache": tuple(CACHES),
-    "gathered": ("pass", "batch"),
-}
-_POSITIVE: dict[str, Any] = {"clip_interval": int, "correction_scale": int | float, "invariant_scaling": int | float}
-
-ROLLOUT_OPTIONS: tuple[str, ...] = (
-    "precision",
-    "scale_rule",
-    "unfit_layers",
-    "contract_check",
-    "operations",
-    "reduction",
-    "kv_cache",
-)
-"""Options that travel to vLLM, inside its ``quantization_config``."""
-
 
 @dataclass(frozen=True)
 class JetConfig:
-    """Options of one run, validated.
-
-    Raises ``UnsupportedConfiguration`` for a value outside the choices or a combination without a meaning.
-    """
+    """Options of one run."""
 
     precision: str
     """Preset that was chosen on the command line; the other fields say what runs."""
@@ -105,7 +62,7 @@ class JetConfig:
 
     operations: str = "stock"
     """Norms, rotary, activation, attention and logits: each side's own (``stock``), or one implementation for both
-    (``shared``). ``auto`` stands for one of the two until ``operations.resolve_operations`` has said which."""
+    (``shared``). ``auto`` stands for one of the two until ``composition.resolve`` has decided."""
 
     int8_scales: str = "sync"
     """Scales of INT8 weights: computed at every weight ``sync``, or kept from the ``first`` one of the run while the
@@ -139,42 +96,6 @@ class JetConfig:
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""
 
-    def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            # `1 in (True, False)` holds in Python; the type has to agree too.
-            if not any(value == choice and type(value) is type(choice) for choice in choices):
-                raise _no_value(name, value, f"one of {', '.join(map(shown, choices))}")
-        for name, kind in _POSITIVE.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
-                raise _no_value(name, value, "a positive number")
-        for message in refusals(self._get, OPTION_ROWS):
-            raise UnsupportedConfiguration(message)
-
-    def _get(self, key: str) -> Any:
-        """Value at a dotted path of a composed configuration, of which there is the ``jetrl`` node alone."""
-        return getattr(self, key.removeprefix("jetrl."))
-
-    @classmethod
-    def from_node(cls, node: "Mapping[str, Any] | JetConfig") -> "JetConfig":
-        """Build from the ``jetrl`` node (any mapping, e.g. a ``DictConfig``); a ``JetConfig`` is returned as it is."""
-        if isinstance(node, JetConfig):
-            return node
-        known = [field.name for field in fields(cls)]
-        for key in node:
-            if key not in known:
-                raise UnsupportedConfiguration(
-                    f"jetrl.{key} is not supported with any precision: there is no such option. Set one of "
-                    f"{', '.join(known)}."
-                )
-        if any(name not in node for name in ("precision", "train", "rollout")):
-            raise UnsupportedConfiguration(
-                f"an option of the jetrl node is not supported with precision=bf16. Set precision="
-                f"<{'|'.join(PRECISIONS[1:])}>."
-            )
-        return cls(**{key: node[key] for key in node})
-
     @property
     def reduction(self) -> str:
         """How a rollout over several GPUs adds its ranks' products: ``ordered``, as a trainer in the flow repeats it,
@@ -184,13 +105,3 @@ class JetConfig:
     def as_dict(self) -> dict[str, Any]:
         """The node again, as plain Python values."""
         return asdict(self)
-
-    def for_vllm(self) -> dict[str, Any]:
-        """What vLLM's quantization method reads of it, under the same names."""
-        return {name: getattr(self, name) for name in ROLLOUT_OPTIONS}
-
-
-def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:
-    return UnsupportedConfiguration(
-        f"jetrl.{name}={shown(value)} is not supported with any precision. Set jetrl.{name} to {choices}."
-    )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Asks one Ray worker on each node, right after ``ray.init``, whether it can run the job: plugin, versions, FP8.
+"""Asks one Ray worker on each node, right after ``ray.init``, whether it can run the job: plugin, versions, GPUs.
 
 Workers may run another interpreter than the driver (``py_executable``, other nodes). One without the plugin would fail
 minutes later, or train in BF16 without a word. ``ray.init`` is wrapped because verl calls it inside ``run_ppo``, whose
@@ -10,14 +10,13 @@ running module, ``__main__``, cannot be patched.
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from typing import Any
 
 import jetrl_verl
 
-from .environment import gpu_words
+from .environment import installed_version, on_cpu
 from .hopper_kernels import CAPABILITY, missing
-from .options import JetConfig
+from .job import Job
 from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 from .support.table import refusal
 
@@ -25,17 +24,17 @@ _TIMEOUT_S = 600.0
 """A worker's first start may install its environment (``uv run``)."""
 
 
-def install(options: JetConfig | None = None) -> None:
+def install(job: Job | None = None) -> None:
     """Wrap ``ray.init``; doing it twice changes nothing. Exits the process where a worker does not fit.
 
     Args:
-        options: of the job, which say what GPUs it needs, and what a node without the Hopper kernels costs it; None as
-            for :func:`complaint_about`, and for no word about kernels.
+        job: says what GPUs it needs, and what a node without the Hopper kernels costs it; None as for
+            :func:`complaint_about`, and for no word about kernels.
     """
     import ray
 
     if ray.is_initialized():
-        check_workers(options)
+        check_workers(job)
         return
     if getattr(ray.init, "_jetrl_wrapped", False):
         return
@@ -44,14 +43,14 @@ def install(options: JetConfig | None = None) -> None:
     @functools.wraps(original)
     def init_then_check(*args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
-        check_workers(options)
+        check_workers(job)
         return context
 
     init_then_check._jetrl_wrapped = True
     ray.init = init_then_check
 
 
-def check_workers(options: JetConfig | None = None) -> None:
+def check_workers(job: Job | None = None) -> None:
     """Start one worker per living node in the job's runtime environment; exit with one sentence unless all fit.
 
     Where they do, one line on stderr names the nodes with Hopper GPUs and without the kernels for them.
@@ -65,14 +64,14 @@ def check_workers(options: JetConfig | None = None) -> None:
         if node["Alive"]:
             pinned = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             answer = probe.options(scheduling_strategy=pinned).remote()
-            answers[node["NodeManagerAddress"]] = answer, node["Resources"].get("GPU", 0) > 0
+            answers[node["NodeManagerAddress"]] = answer, node["Resources"]
     replies = {}
-    for address, (answer, offers_gpus) in answers.items():
+    for address, (answer, resources) in answers.items():
         try:
             reply = replies[address] = ray.get(answer, timeout=_TIMEOUT_S)
-            if not offers_gpus:  # whatever is in that machine, Ray places no worker of verl's on it
+            if not resources.get("GPU"):  # whatever is in that machine, Ray places no worker of verl's on it
                 reply["capabilities"] = []
-            complaint = complaint_about(reply, options)
+            complaint = complaint_about(reply, job) or gpu_complaint(reply, resources, job)
         except ray.exceptions.GetTimeoutError:
             complaint = f"no Ray worker started there within {_TIMEOUT_S:.0f} s; check `ray status`"
         except ray.exceptions.RayError as error:
@@ -80,7 +79,7 @@ def check_workers(options: JetConfig | None = None) -> None:
             complaint = f"a Ray worker could not start there ({type(error).__name__}: {reason}); check py_executable"
         if complaint:
             sys.exit(f"jetrl_verl: node {address}: {complaint}.")
-    if options is not None and (line := missing(options, without_kernels(replies))):
+    if job is not None and (line := missing(job.options, without_kernels(replies))):
         print(line, file=sys.stderr, flush=True)
 
 
@@ -97,16 +96,13 @@ def without_kernels(answers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def complaint_about(answer: dict[str, Any], options: JetConfig | None = None) -> str:
-    """What keeps a worker from this job, and what to do; empty if nothing does.
+def complaint_about(answer: dict[str, Any], job: Job | None = None) -> str:
+    """What keeps a worker's environment from this job, and what to do; empty if nothing does.
 
     Args:
-        answer: answer of :func:`_probe`'s function on a node.
-        options: of the job; None asks for what ``jet_fp8`` needs with stock operations, as ``jetrl doctor`` does.
+        answer: of a worker on the node, see :func:`answer_here`.
+        job: None asks for what this process has installed, as ``jetrl doctor`` does.
     """
-    precision, shared = "jet_fp8", False
-    if options is not None:
-        precision, shared = options.precision, options.operations == "shared"
     where = f"the Ray workers' interpreter {answer['interpreter']}"
     mine = jetrl_verl.__version__
     if answer["plugin"] != mine:
@@ -116,14 +112,14 @@ def complaint_about(answer: dict[str, Any], options: JetConfig | None = None) ->
             "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
             "command and ray_kwargs.ray_init.runtime_env.py_executable"
         )
-    source = _probe()()["source"]
+    source = answer_here()["source"]
     if answer["source"] != source:
         return (
             f"the driver runs jetrl-verl {mine} with source {source}, but {where} has source {answer['source']} of "
             "that version; install the driver's in that environment"
         )
-    for package in PINS:
-        version = metadata.version(package)
+    versions = {package: installed_version(package) for package in PINS} if job is None else job.versions
+    for package, version in versions.items():
         if answer["versions"].get(package) != version:
             return (
                 f"the driver runs {package} {version}, but {where} has {answer['versions'].get(package)}; "
@@ -134,13 +130,39 @@ def complaint_about(answer: dict[str, Any], options: JetConfig | None = None) ->
     names = answer["vllm_plugins_filter"]
     if names is not None and "jetrl" not in [name.strip() for name in names.split(",")]:
         return f"VLLM_PLUGINS={names} keeps vLLM from loading the plugin; unset it, or add jetrl to it"
+    return ""
+
+
+def gpu_complaint(answer: dict[str, Any], resources: Mapping[str, float], job: Job | None = None) -> str:
+    """What keeps a node's GPUs from this job, and what to do; empty where Ray gives out none, or verl runs on CPUs.
+
+    Args:
+        answer: as in :func:`complaint_about`. resources: of the node, as Ray names them.
+        job: None asks for what ``jet_fp8`` needs with stock operations.
+    """
+    precision = "jet_fp8" if job is None else job.options.precision
+    if resources.get("NPU"):
+        return refusal("npu", precision=precision).removesuffix(".")
+    if on_cpu() or not resources.get("GPU"):
+        return ""
+    if any(name.startswith("accelerator_type:AMD") for name in resources):
+        return refusal("rocm", precision=precision).removesuffix(".")
     for capability in map(tuple, answer["capabilities"]):
-        gpu = gpu_words("a GPU there", capability)
+        gpu = f"a GPU of compute capability {capability[0]}.{capability[1]}"
         if capability < MIN_CAPABILITY:
             return refusal("gpu_without_fp8", precision=precision, what=gpu).removesuffix(".")
-        if shared and capability != SHARED_CAPABILITY:
+        if job is not None and job.shared and capability != SHARED_CAPABILITY:
             return refusal("gpu_other_than_hopper", what=gpu).removesuffix(".")
+        if job is not None and job.cache.quantized and capability != SHARED_CAPABILITY:
+            return refusal("gpu_of_an_fp8_cache", what=gpu).removesuffix(".")
+    if job is not None and job.shared and not answer["flash_attention_3"]:
+        return refusal("no_flash_attention_3").removesuffix(".")
     return ""
+
+
+def answer_here() -> dict[str, Any]:
+    """The answer of this process."""
+    return _probe()()
 
 
 def _probe() -> Callable[[], dict[str, Any]]:
@@ -165,6 +187,11 @@ def _probe() -> Callable[[], dict[str, Any]]:
             """Whether the package has the library of csrc/."""
             spec = importlib.util.find_spec("jetrl_verl")
             return spec is not None and (Path(spec.origin).parent / "kernels" / "libjetrl_sm90.so").is_file()
+
+        def flash_attention_3_is_there() -> bool:
+            """Looked up as a file: importing the library is slow and may touch a GPU."""
+            spec = importlib.util.find_spec("vllm")
+            return spec is not None and any(Path(spec.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*"))
 
         def entry_point(group: str) -> metadata.EntryPoint | None:
             return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
@@ -194,6 +221,7 @@ def _probe() -> Callable[[], dict[str, Any]]:
             "vllm_plugin": entry_point("vllm.general_plugins") is not None,
             "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
             "capabilities": capabilities,
+            "flash_attention_3": flash_attention_3_is_there(),
             "kernels": kernels_are_there(),
         }
 

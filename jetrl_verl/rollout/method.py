@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from jetrl_verl import formats
+from jetrl_verl.config.job import ROLLOUT_OPTIONS
 from jetrl_verl.config.support.scopes import VLLM
 from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
-from jetrl_verl.reference import QuantizedTensor, check_rule
+from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout.experts import JetExpertsMethod
 from jetrl_verl.rollout.row_parallel import order_reduction
 from jetrl_verl.rollout.vllm_compat import (
@@ -40,7 +41,7 @@ from jetrl_verl.rollout.vllm_compat import (
 
 
 class JetQuantizationConfig(QuantizationConfig):
-    """Configuration of a method, from ``hf_overrides.quantization_config``.
+    """Configuration of a method, from ``hf_overrides.quantization_config``, where the driver put it (``Job.for_vllm``).
 
     Attributes:
         scale_rule: rule for activations, the same as that of the weights.
@@ -48,7 +49,7 @@ class JetQuantizationConfig(QuantizationConfig):
         contract_check: whether a weight sync ends with the comparison of sync/contract.py.
         operations: ``"shared"`` or ``"stock"``: whose operations run between the linear layers.
         reduction: ``"ordered"`` adds the products of tensor-parallel ranks as the trainer does (row_parallel.py).
-        precision: of the run, for messages; the method's name by default.
+        precision: of the run, for messages.
         kv_cache: format of keys and values (attention.py).
     """
 
@@ -57,21 +58,16 @@ class JetQuantizationConfig(QuantizationConfig):
 
     def __init__(
         self,
+        precision: str,
         scale_rule: str,
         unfit_layers: str,
         contract_check: bool,
-        operations: str = "stock",
-        reduction: str = "stock",
-        kv_cache: str = formats.UNQUANTIZED,
-        precision: str = "",
+        operations: str,
+        reduction: str,
+        kv_cache: str,
     ) -> None:
         super().__init__()
-        check_rule(scale_rule)
-        if operations not in ("shared", "stock"):
-            raise ValueError(f"operations={operations} is not supported: it must be 'shared' or 'stock'")
-        if reduction not in ("ordered", "stock"):
-            raise ValueError(f"reduction={reduction} is not supported: it must be 'ordered' or 'stock'")
-        self.precision = precision or self.get_name()
+        self.precision = precision
         self.kv_cache = formats.kv_cache(kv_cache)
         self.operations = operations
         self.reduction = reduction
@@ -96,9 +92,7 @@ class JetQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "JetQuantizationConfig":
-        stock = {name: config.get(name, "stock") for name in ("operations", "reduction")}
-        rest = {name: config[name] for name in ("kv_cache", "precision") if name in config}
-        return cls(config["scale_rule"], config["unfit_layers"], config["contract_check"], **stock, **rest)
+        return cls(**{name: config[name] for name in ROLLOUT_OPTIONS})
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config

@@ -14,10 +14,8 @@ from typing import Any
 from verl.workers.config import RolloutConfig
 
 from jetrl_verl.algorithms import adaptive_correction, old_log_probs
-from jetrl_verl.config.engine_config import JetFSDPEngineConfig, resolved
-from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.support.scopes import ROLLOUT
-from jetrl_verl.config.support.table import refuse
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+from jetrl_verl.config.job import Job
 from jetrl_verl.metrics import hooks
 from jetrl_verl.patches.after_import import when_imported
 from jetrl_verl.patches.checkpoint_tracker import TRACKER
@@ -46,31 +44,23 @@ def _register_engine() -> None:
 
 @dataclass
 class JetRolloutConfig(RolloutConfig):
-    """verl's ``RolloutConfig`` whose ``engine_kwargs.vllm`` ask for our FP8 linears; options in ``custom.jetrl``.
-
-    Raises ``UnsupportedConfiguration`` where the user set one of those arguments to something else.
-    """
+    """verl's ``RolloutConfig`` whose ``engine_kwargs.vllm`` ask for our linear layers; the job is in
+    ``custom.jetrl``."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.quantization is not None:
-            key, precision = f"{ROLLOUT}.quantization", self.jetrl.precision
-            refuse("verls_quantization", precision=precision, key=key, value=self.quantization)
-        vllm_kwargs = vllm_arguments(self.jetrl, self.engine_kwargs.get("vllm"))
-        self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_kwargs}
+        job = self.jetrl
+        self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_arguments(job, self.engine_kwargs.get("vllm"))}
         # verl's trainer builds this config before its first step; in every other process these do nothing.
         when_imported("verl.trainer.ppo.v1.trainer_base", "jetrl: tracker", TRACKER.apply)
-        if self.jetrl.metrics:
+        if job.options.metrics:
             hooks.install_in_trainer()
-        if self.jetrl.correction == "adaptive":
-            adaptive_correction.install_in_trainer(self.jetrl.correction_scale)
-        if self.jetrl.old_log_probs == "rollout":
+        if job.options.correction == "adaptive":
+            adaptive_correction.install_in_trainer(job.options.correction_scale)
+        if job.options.old_log_probs == "rollout":
             old_log_probs.install_in_trainer()
 
     @property
-    def jetrl(self) -> JetConfig:
-        """The options of this run."""
-        node = (self.custom or {}).get("jetrl")
-        if node is None:
-            refuse("class_without_options", what=f"a {type(self).__name__} without custom.jetrl")
-        return resolved(node)
+    def jetrl(self) -> Job:
+        """The job of this run."""
+        return Job.of((self.custom or {}).get("jetrl"))

@@ -11,7 +11,9 @@ from omegaconf import DictConfig
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_resume
 from jetrl_verl.config import environment, workers
-from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.composition import reader
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 
 
 class JetCallback(Callback):
@@ -21,9 +23,9 @@ class JetCallback(Callback):
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
         # Hydra turns an exception of a callback into a warning and runs the job; an exit gets through.
         try:
-            options = JetConfig.from_node(config.jetrl)
-            workers.install(options)
-            environment.check_environment(config)
+            job = Job.of(config.jetrl)
+            workers.install(job)
+            environment.check_environment(job, reader(config))
             check_resume(config)
         except (UnsupportedConfiguration, DamagedCheckpointError) as refusal:
             sys.exit(f"jetrl_verl: {refusal}")

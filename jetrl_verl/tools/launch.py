@@ -16,6 +16,7 @@ import yaml
 from rich.console import Console
 
 from jetrl_verl.config.environment import installed_version
+from jetrl_verl.config.job import Job
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.progress import Tracker
@@ -37,10 +38,10 @@ class RunPaths:
     config = property(lambda self: self.folder / "hydra" / ".hydra" / "config.yaml")
     ray_logs = property(lambda self: self.folder / "ray_logs")
 
-    def operations(self) -> str:
-        """``jetrl.operations`` of the run's composed config: ``shared`` or ``stock``."""
+    def job(self) -> dict[str, str]:
+        """What the run's composed config resolved to, for reports."""
         node = yaml.safe_load(self.config.read_text()).get("jetrl")
-        return node["operations"] if node else "stock"
+        return Job.of(node).facts() if node else {"precision": "bf16"}
 
 
 def build_environment(paths: RunPaths, device: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ class KeptScales(Feature):
 
     @classmethod
     def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl_role == "actor" and config.jetrl.int8_scales == "first"
+        return config.jetrl_role == "actor" and config.jetrl.options.int8_scales == "first"
 
     def install(self, module: torch.nn.Module) -> None:
         self.scales = {}

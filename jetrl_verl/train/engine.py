@@ -14,10 +14,9 @@ import torch
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from jetrl_verl import formats
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.support.table import explained
-from jetrl_verl.models.plan import LinearPlan, plan_linears
+from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.patches import weight_sync
 from jetrl_verl.train.checkpoints import InvariantScaling, KeptScales, ValidatedCheckpoints
 from jetrl_verl.train.feature import Feature
@@ -58,20 +57,14 @@ class _JetEngine:
     @cached_property
     def jetrl_plans(self) -> dict[str, LinearPlan]:
         """Which linear layers are quantized: an actor's in the rollout's format, others' in the flow's."""
-        config = self.engine_config
-        return plan_linears(
-            self.model_config.hf_config,
-            config.jetrl_rollout_tp,
-            unfit_layers=config.jetrl.unfit_layers,
-            format_name=config.jetrl.rollout if config.jetrl_role == "actor" else formats.FLOW,
-        )
+        return self.engine_config.jetrl.plans(self.model_config.hf_config, self.engine_config.jetrl_role)
 
     def _build_module(self) -> torch.nn.Module:
         module, config = super()._build_module(), self.engine_config
         if isinstance(config, JetFSDPEngineConfig):
             self._features = tuple(feature(self) for feature in FEATURES if feature.applies(config))
-            # The driver has checked a model that it can read; a remote one is read here first.
-            with explained(self.model_config.path, config.jetrl.precision):
+            # The driver has checked every model but a hub name without a network.
+            with explained(self.model_config.path, config.jetrl.options.precision):
                 for feature in self._features:
                     feature.install(module)
         return module

@@ -24,7 +24,7 @@ class Feature:
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.config: JetFSDPEngineConfig = engine.engine_config
-        self.options = self.config.jetrl
+        self.options = self.config.jetrl.options
 
     @classmethod
     def applies(cls, config: JetFSDPEngineConfig) -> bool:

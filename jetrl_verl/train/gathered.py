@@ -25,7 +25,7 @@ _FREES_EACH_PASS = (
 class GatheredOnce(Feature):
     @classmethod
     def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl.gathered == "batch"
+        return config.jetrl.options.gathered == "batch"
 
     def install(self, module: torch.nn.Module) -> None:
         if self.config.strategy != "fsdp2" and self.engine.rank == 0:

@@ -22,7 +22,7 @@ class Metrics(Feature):
 
     @classmethod
     def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl_role == "actor" and config.jetrl.metrics
+        return config.jetrl_role == "actor" and config.jetrl.options.metrics
 
     def install(self, module: torch.nn.Module) -> None:
         hooks.install_in_actor()

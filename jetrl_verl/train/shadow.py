@@ -64,7 +64,7 @@ class CalibratedClipping(Feature):
 
     @classmethod
     def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl_role == "actor" and config.jetrl.clip == "calibrated"
+        return config.jetrl_role == "actor" and config.jetrl.options.clip == "calibrated"
 
     def install(self, module: nn.Module) -> None:
         self.clip = CalibratedClip(self.options.clip_interval)

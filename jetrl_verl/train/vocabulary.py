@@ -5,7 +5,7 @@
 import torch
 
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
-from jetrl_verl.config.environment import padding_words
+from jetrl_verl.config.model import padding_words
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.nn.chunked_logits import mask_unused
 from jetrl_verl.train.feature import Feature
@@ -36,6 +36,6 @@ class MaskedVocabulary(Feature):
             return
         tokens = len(model.tokenizer)
         if model.use_fused_kernels:
-            # The driver refuses this for a model that it can read (config/environment.py).
+            # The driver refuses this for a model that it can read (config/model.py).
             refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(head.weight.shape[0] - tokens, model.path))
         mask_unused_vocabulary(module, tokens)

@@ -58,7 +58,7 @@ class WeightSync(Feature):
             self._statistics,
             kept.scales if kept is not None else None,
             metrics.quantization if metrics is not None else None,
-            ranks=self.config.jetrl_rollout_tp,
+            ranks=self.config.jetrl.rollout_ranks,
             routing=self._routing,
             tied=gather.tied,
         )

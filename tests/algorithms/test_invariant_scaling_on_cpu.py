@@ -17,7 +17,7 @@ from jetrl_verl.algorithms.invariant_scaling import (
     folded_in,
     unfolded,
 )
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.kernels import quantize_128x128
 from jetrl_verl.models import family as model_family
 

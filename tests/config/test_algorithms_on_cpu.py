@@ -6,7 +6,8 @@ import pytest
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config import Job, UnsupportedConfiguration
+from jetrl_verl.config.composition import parse
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -25,13 +26,14 @@ SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.name=vllm"]
 )
 def test_options_that_each_baseline_sets(compose, precision, rollout, level, threshold, loss, scaling):
     config = compose(f"precision={precision}", *SIZES)
-    options = JetConfig.from_node(config.jetrl)
+    job = Job.of(config.jetrl)
+    options = job.options
     assert (options.train, options.rollout, options.invariant_scaling) == ("bf16", rollout, scaling)
     correction = config.algorithm.rollout_correction
     assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_loss.loss_mode == loss and loss in POLICY_LOSS_REGISTRY
-    assert actor.engine.jetrl == options
+    assert actor.engine.jetrl == job
     vllm = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]
     assert vllm["quantization"] == f"jetrl_{rollout}"
     assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == f"jetrl_{rollout}"
@@ -65,7 +67,7 @@ def test_calibrated_clipping_composes_in_either_order(compose):
     assert config.algorithm.rollout_correction.rollout_is == "token"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     assert actor.policy_loss.loss_mode == "vanilla"
-    assert actor.engine.jetrl.clip == "calibrated"
+    assert actor.engine.jetrl.options.clip == "calibrated"
 
 
 @pytest.mark.parametrize("precision", ["fp8_rollout_tis", "jet_fp8"])
@@ -75,11 +77,11 @@ def test_adaptive_correction_sets_truncated_importance_sampling(compose, precisi
     assert (config.jetrl.correction, config.jetrl.correction_scale) == ("adaptive", 0.01)
     correction = config.algorithm.rollout_correction
     assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", 2.0)
-    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).jetrl.correction == "adaptive"
+    assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).jetrl.options.correction == "adaptive"
     assert compose(f"precision={precision}") == compose(f"precision={precision}", "correction=fixed")
 
 
 @pytest.mark.parametrize("value", [True, float("inf"), float("nan"), "1.5", None])
 def test_an_invalid_number_is_refused(value):
     with pytest.raises(UnsupportedConfiguration, match="jetrl.invariant_scaling="):
-        JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=value)
+        parse({"precision": "qurl_fp8", "train": "bf16", "rollout": "fp8", "invariant_scaling": value})

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
-from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, UnsupportedConfiguration
+from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job, UnsupportedConfiguration
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 RUNNABLE = [
@@ -31,9 +31,10 @@ def test_actor_engine_config(config):
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
     engine = actor.engine
     assert type(engine) is JetWorkerEngineConfig and isinstance(engine, FSDPEngineConfig)
-    assert engine.jetrl == JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
+    assert engine.jetrl == Job.of(config.jetrl) == omega_conf_to_dataclass(config.actor_rollout_ref.rollout).jetrl
+    assert engine.jetrl.options == JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
     assert engine.jetrl_role == "actor" and engine.quantized_linears
-    assert engine.jetrl_rollout_tp == config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+    assert engine.jetrl.rollout_ranks == config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
@@ -110,7 +111,7 @@ def test_a_resolved_config_without_its_root_is_enough(config):
     OmegaConf.resolve(config)
     alone = OmegaConf.create(OmegaConf.to_container(config.actor_rollout_ref))
     assert omega_conf_to_dataclass(alone.actor).engine.quantized_linears
-    assert omega_conf_to_dataclass(alone.rollout).jetrl.train == "fp8"
+    assert omega_conf_to_dataclass(alone.rollout).jetrl.options.train == "fp8"
 
 
 @pytest.mark.parametrize(("environment", "registered"), [({"RANK": "0"}, True), ({}, False)])
@@ -139,21 +140,14 @@ def test_config_classes_need_options():
         JetFSDPEngineConfig()
     with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
         JetRolloutConfig(name="vllm")
-    with pytest.raises(UnsupportedConfiguration, match="Set one of actor, ref, critic"):
-        JetFSDPEngineConfig(jetrl={"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}, jetrl_role="reward")
-
-
-def test_verls_own_quantization_is_refused():
-    options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
-    with pytest.raises(
-        UnsupportedConfiguration, match="rollout.quantization=fp8 is not supported with precision=jet_fp8"
-    ):
-        JetRolloutConfig(name="vllm", custom={"jetrl": options}, quantization="fp8")
+    unresolved = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
+    with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
+        JetFSDPEngineConfig(jetrl=unresolved)
 
 
 def test_the_users_engine_kwargs_are_not_changed_in_place():
     user = {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
-    options = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"}
-    rollout = JetRolloutConfig(name="vllm", custom={"jetrl": options}, engine_kwargs=user)
+    node = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8")).as_dict()
+    rollout = JetRolloutConfig(name="vllm", custom={"jetrl": node}, engine_kwargs=user)
     assert user == {"vllm": {"hf_overrides": {"rope_theta": 1e6}}}
     assert rollout.engine_kwargs["vllm"]["hf_overrides"]["rope_theta"] == 1e6

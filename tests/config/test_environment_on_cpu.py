@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks right before a job starts: versions, GPU, model folder, data."""
+"""Checks right before a job starts: versions, models, data."""
 
 import json
 import shutil
@@ -10,19 +10,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import torch
 from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 
-from jetrl_verl.config import JetConfig, UnsupportedConfiguration, check_environment
-from jetrl_verl.config.environment import (
-    check_data,
-    check_gpu,
-    check_model,
-    check_optimizer,
-    check_replicas,
-    check_versions,
-)
+from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, check_environment
+from jetrl_verl.config.composition import reader
+from jetrl_verl.config.environment import check_data, check_optimizer, check_versions
+from jetrl_verl.config.model import check_model, check_replicas, copy_model, read_model
+from jetrl_verl.config.support.limits import PINS
 from jetrl_verl.config.support.scopes import REPLICAS
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
@@ -70,8 +65,23 @@ def refusal(function, *arguments) -> str:
     return message
 
 
+def check(path, options, ranks=1, overrides=None, roles=("actor",)) -> None:
+    """Check the model at ``path`` for a job of ``options`` and a rollout of that many ranks."""
+    if (model := read_model(str(path))) is not None:
+        check_model(Job(options, rollout_ranks=ranks), model, roles, overrides)
+
+
+def check_job(config) -> None:
+    """The driver's check of a composed config."""
+    check_environment(Job.of(config.jetrl), reader(config))
+
+
+def job_with(**versions) -> Job:
+    return Job(OPTIONS, versions={name: metadata.version(name) for name in PINS} | versions)
+
+
 def test_this_environment_is_the_pinned_one():
-    check_versions("jet_fp8")
+    check_versions(job_with())
 
 
 @pytest.mark.parametrize(
@@ -84,47 +94,37 @@ def test_this_environment_is_the_pinned_one():
         ("vllm", "unknown", "vllm 0.24.0"),
     ],
 )
-def test_another_version_is_refused_with_the_pinned_one(monkeypatch, package, version, works_with):
-    installed = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: version if name == package else installed(name))
-    assert refusal(check_versions, "jet_fp8") == (
+def test_another_version_is_refused_with_the_pinned_one(package, version, works_with):
+    assert refusal(check_versions, job_with(**{package: version})) == (
         f"{package} {version} is not supported with precision=jet_fp8: it works with {works_with}. "
         f"Set up {works_with}, or precision=bf16."
     )
 
 
-def test_a_missing_package_is_named(monkeypatch):
-    def version(name):
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", version)
+def test_a_missing_package_is_named():
     assert (
-        refusal(check_versions, "jet_fp8")
+        refusal(check_versions, job_with(verl=None))
         == "an environment without verl is not supported with precision=jet_fp8. Set up verl 0.9.1."
     )
 
 
 def test_an_optimizer_whose_package_is_not_installed_is_named():
-    check_optimizer("critic.optim.optimizer_impl", "torch.optim", "jet_fp8")
-    check_optimizer("critic.optim.optimizer_impl", None, "jet_fp8")
-    assert refusal(check_optimizer, "critic.optim.optimizer_impl", "no_such_package.optim", "jet_fp8") == (
+    key, job = "critic.optim.optimizer_impl", Job(OPTIONS)
+    check_optimizer(job, key, "torch.optim")
+    check_optimizer(job, key, None)
+    assert refusal(check_optimizer, job, key, "no_such_package.optim") == (
         "critic.optim.optimizer_impl=no_such_package.optim is not supported with precision=jet_fp8: no_such_package is "
         "not installed. Install no_such_package."
     )
 
 
-def test_a_driver_without_a_gpu_passes(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_gpu("jet_fp8")
-
-
 def test_a_good_model_folder_passes(model_folder):
-    check_model(str(model_folder()), OPTIONS, 1)
+    check(model_folder(), OPTIONS, 1)
 
 
 def test_missing_fields_have_their_default(model_folder):
     # Qwen3's default head_dim is 128, not hidden_size / heads = 64.
-    check_model(str(model_folder(head_dim=None)), OPTIONS, 2)
+    check(model_folder(head_dim=None), OPTIONS, 2)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_missing_fields_have_their_default(model_folder):
     ],
 )
 def test_a_layer_that_does_not_fit_is_named(model_folder, changes, tensor_parallel, layer):
-    message = refusal(check_model, str(model_folder(**changes)), OPTIONS, tensor_parallel)
+    message = refusal(check, model_folder(**changes), OPTIONS, tensor_parallel)
     assert layer in message and "multiples of 128" in message and "jetrl.unfit_layers=skip" in message
 
 
@@ -153,11 +153,11 @@ def test_a_layer_that_does_not_fit_is_named(model_folder, changes, tensor_parall
 )
 def test_the_largest_rollout_that_fits_is_named(model_folder, changes, tensor_parallel, reason, largest):
     folder = str(model_folder(**{"num_attention_heads": 8, "num_key_value_heads": 2} | changes))
-    message = refusal(check_model, folder, OPTIONS, tensor_parallel)
+    message = refusal(check, folder, OPTIONS, tensor_parallel)
     assert message.startswith(f"the model {folder} is not supported with precision=jet_fp8: {reason}")
     assert f"multiples of 128, as they are over {largest}. Set " in message
     assert "Set a smaller actor_rollout_ref.rollout.tensor_model_parallel_size, or jetrl.unfit_layers=skip" in message
-    check_model(folder, OPTIONS, largest)
+    check(folder, OPTIONS, largest)
 
 
 @pytest.mark.parametrize(
@@ -168,44 +168,44 @@ def test_a_rollout_whose_ranks_do_not_divide_the_heads_is_refused(model_folder, 
     """Also without quantized layers. The MLP of the last case fits at no size, which is a refusal of its own."""
     fields = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": inner}
     folder = str(model_folder(**fields))
-    message = refusal(check_model, folder, OPTIONS, ranks)
+    message = refusal(check, folder, OPTIONS, ranks)
     assert message == (
         f"the model {folder} is not supported with precision=jet_fp8: its {heads} heads over {kv_heads} key heads are "
         f"not divided by {ranks} ranks of the rollout, as they are by {largest}. Set a smaller "
         "actor_rollout_ref.rollout.tensor_model_parallel_size."
     )
     plain = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
-    assert "ranks of the rollout" in refusal(check_model, folder, plain, ranks, True, None, "bf16")
+    assert "ranks of the rollout" in refusal(check, folder, plain, ranks)
     if inner != 576:
-        check_model(folder, OPTIONS, largest)
+        check(folder, OPTIONS, largest)
 
 
 def test_skip_accepts_unfit_layers(model_folder):
-    check_model(str(model_folder(intermediate_size=576)), SKIP, 1)
+    check(model_folder(intermediate_size=576), SKIP, 1)
 
 
 def test_every_shape_fits_without_quantization(model_folder):
     options = JetConfig("bf16_shared", train="bf16", rollout="bf16", operations="shared")
     folder = str(model_folder(intermediate_size=576, hidden_size=192))
-    check_model(folder, options, 2, True, None, "bf16")
-    assert "multiples of 128" in refusal(check_model, folder, options, 1, True)
+    check(folder, options, 2)
+    assert "multiples of 128" in refusal(check, folder, options, 1, None, ("actor", "ref"))
     # vLLM's class computes something other than Hugging Face's, in BF16 too.
     folder = str(model_folder(model_type="qwen2"))
-    assert "ignores head_dim" in refusal(check_model, folder, options, 1, True, None, "bf16")
+    assert "ignores head_dim" in refusal(check, folder, options)
 
 
 def test_the_model_is_checked_as_the_trainer_changes_it(model_folder):
     folder = str(model_folder(attention_dropout=0.1))
-    check_model(folder, EXACT, 1, True, {"attention_dropout": 0.0})
+    check(folder, EXACT, overrides={"attention_dropout": 0.0})
     assert "do not cover the activation gelu" in refusal(
-        check_model, str(model_folder(hidden_act="gelu")), EXACT, 1, True, {"hidden_act": "silu"}
+        check, model_folder(hidden_act="gelu"), EXACT, 1, {"hidden_act": "silu"}
     )
 
 
 def test_an_fp8_cache_of_an_unknown_architecture_is_refused(compose, model_folder):
     overrides = ("precision=fp8_rollout", "jetrl.kv_cache=fp8")
     job = compose(*overrides, f"actor_rollout_ref.model.path={model_folder(model_type='gpt2')}")
-    assert "model_type 'gpt2' is none of" in refusal(check_environment, job)
+    assert "model_type 'gpt2' is none of" in refusal(check_job, job)
 
 
 MIXTURE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
@@ -213,39 +213,39 @@ MIXTURE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe
 
 def test_a_mixture_of_experts_is_checked(model_folder):
     folder = str(model_folder(**MIXTURE))
-    check_model(folder, EXACT, 1, True)
-    check_model(folder, EXACT, 2, True)
-    check_model(folder, JetConfig("fp8_rollout", train="bf16", rollout="fp8"), 1)
-    assert refusal(check_model, folder, OPTIONS, 1) == (
+    check(folder, EXACT, 1)
+    check(folder, EXACT, 2)
+    check(folder, JetConfig("fp8_rollout", train="bf16", rollout="fp8"), 1)
+    assert refusal(check, folder, OPTIONS, 1) == (
         f"the mixture of experts {folder} is not supported with jetrl.operations=stock: the two sides would send "
         "tokens to different experts. Set jetrl.operations=shared, or precision=fp8_rollout."
     )
     backward = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared", backward="bf16")
-    assert refusal(check_model, folder, backward, 1, True) == (
+    assert refusal(check, folder, backward) == (
         f"the mixture of experts {folder} is not supported with jetrl.backward=bf16: the gradients of experts are FP8 "
         "products. Set jetrl.backward=fp8."
     )
     int8 = JetConfig("int8_rollout", train="bf16", rollout="int8")
-    assert refusal(check_model, folder, int8, 1, False, None, "int8").endswith(
+    assert refusal(check, folder, int8).endswith(
         "and linear layers are in int8. Set precision=jet_fp8, fp8_rollout or bf16."
     )
-    assert "mlp.experts.down_proj has shards of shape [256, 64]" in refusal(check_model, folder, EXACT, 4, True)
+    assert "mlp.experts.down_proj has shards of shape [256, 64]" in refusal(check, folder, EXACT, 4)
 
 
 @pytest.mark.parametrize("key", REPLICAS)
 def test_a_mixture_over_data_parallel_ranks_is_refused(model_folder, key):
-    check_replicas(str(model_folder()), key, 2)
+    check_replicas(read_model(str(model_folder())), key, 2)
     folder = str(model_folder(**MIXTURE))
-    check_replicas(folder, key, 1)
-    assert refusal(check_replicas, folder, key, 2) == (
+    check_replicas(read_model(folder), key, 1)
+    assert refusal(check_replicas, read_model(folder), key, 2) == (
         f"the mixture of experts {folder} is not supported with {key}=2: vLLM deals experts over the replicas of one "
         f"server, and here they are whole on every rank. Set it to 1, which starts a server for each replica."
     )
 
 
 def test_a_missing_model_folder_is_refused(tmp_path):
-    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, str(tmp_path / "none"), OPTIONS, 1)
-    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check_model, "~/no/such/model", OPTIONS, 1)
+    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check, tmp_path / "none", OPTIONS, 1)
+    assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check, "~/no/such/model", OPTIONS, 1)
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", '"qwen3"', '{"model_type": "qwen3", "hidden_size": "wide"}'])
@@ -256,38 +256,38 @@ def test_a_damaged_model_config_is_refused(model_folder, text):
         config.unlink()
     else:
         config.write_text(text)
-    assert "is not a readable model config" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "is not a readable model config" in refusal(check, folder, OPTIONS, 1)
 
 
 def test_a_damaged_weight_file_is_refused(model_folder):
     folder = model_folder()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert "model.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "model.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
     weights.write_bytes(b"not safetensors")
-    assert "model.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "model.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
 
 
 def test_a_weight_index_with_a_missing_file_is_refused(model_folder):
     folder = model_folder()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert "model-2.safetensors is missing or damaged" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "model-2.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
     index.write_text("{}")
-    assert "is not a readable weight index" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "is not a readable weight index" in refusal(check, folder, OPTIONS, 1)
 
 
 def test_a_model_folder_without_weights_is_refused(model_folder):
     folder = model_folder()
     (folder / "model.safetensors").unlink()
-    assert "holds no weights" in refusal(check_model, str(folder), OPTIONS, 1)
+    assert "holds no weights" in refusal(check, folder, OPTIONS, 1)
 
 
 def test_a_hub_name_is_checked_by_its_config(model_folder, monkeypatch):
     folder = model_folder(model_type="mixtral")
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file, **_: str(folder / file))
     assert "the model mistralai/Mixtral-8x7B-v0.1 is not supported with precision=jet_fp8" in refusal(
-        check_model, "mistralai/Mixtral-8x7B-v0.1", OPTIONS, 1
+        check, "mistralai/Mixtral-8x7B-v0.1", OPTIONS
     )
 
 
@@ -295,8 +295,8 @@ def test_without_a_network_a_hub_name_is_not_checked(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    check_model("Qwen/Qwen3-8B", OPTIONS, 1)
-    check_model("not/a/hub/name", OPTIONS, 1)
+    check("Qwen/Qwen3-8B", OPTIONS, 1)
+    check("not/a/hub/name", OPTIONS, 1)
 
 
 def test_a_missing_data_file_is_refused(parquet, tmp_path):
@@ -337,27 +337,26 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
         f"data.train_files={parquet}",
         f"data.val_files=[{parquet}]",
     ]
-    check_environment(compose("precision=jet_fp8", *overrides))
-    check_environment(compose())  # without a precision no path is checked
+    check_job(compose("precision=jet_fp8", *overrides))
 
     wide = compose("precision=jet_fp8", *overrides, "actor_rollout_ref.rollout.tensor_model_parallel_size=8")
-    assert "8 ranks of the rollout" in refusal(check_environment, wide)
+    assert "8 ranks of the rollout" in refusal(check_job, wide)
 
     exact = ("precision=jet_fp8_exact", *overrides)
-    check_environment(compose(*exact))
+    check_job(compose(*exact))
     gelu = tmp_path / "gelu"
     shutil.copytree(model_folder(hidden_act="gelu"), gelu)
     uncovered = compose(*exact, f"actor_rollout_ref.model.path={gelu}")
-    assert "do not cover the activation gelu" in refusal(check_environment, uncovered)
+    assert "do not cover the activation gelu" in refusal(check_job, uncovered)
     model_folder()
     # The critic runs stock operations.
-    check_environment(compose(*exact, "jetrl.critic=fp8", f"critic.model.path={gelu}"))
+    check_job(compose(*exact, "jetrl.critic=fp8", f"critic.model.path={gelu}"))
 
     critic = compose("precision=jet_fp8", *overrides, "jetrl.critic=fp8", "critic.model.path=/no/critic")
-    assert "/no/critic does not exist" in refusal(check_environment, critic)
+    assert "/no/critic does not exist" in refusal(check_job, critic)
 
     data = compose("precision=jet_fp8", *overrides, "data.val_files=/no/test.parquet")
-    assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_environment, data)
+    assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_job, data)
 
 
 def test_data_beyond_the_footer_is_read(parquet):
@@ -367,19 +366,70 @@ def test_data_beyond_the_footer_is_read(parquet):
     assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
 
 
+PATH, ONE_GPU = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+
+
+@pytest.fixture
+def hdfs(monkeypatch, tmp_path, tmp_path_factory):
+    """A command ``hdfs`` for which ``hdfs://cluster/policy`` is ``tmp_path``; the file that lists its calls."""
+    folder = tmp_path_factory.mktemp("hdfs")
+    command, calls = folder / "hdfs", folder / "calls"
+    command.write_text(f'#!/bin/sh\necho "$@" >> {calls}\n[ "$3" = hdfs://cluster/policy ] && cp -r {tmp_path} "$4"\n')
+    command.chmod(0o755)
+    monkeypatch.setattr("verl.utils.hdfs_io._HDFS_BIN_PATH", str(command))
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return calls
+
+
+def test_a_remote_model_is_checked_in_the_copy_that_workers_find(compose, hdfs, model_folder, parquet):
+    """In a driver without a GPU."""
+    from verl.utils.fs import copy_to_local
+
+    model_folder()
+    data = [f"data.train_files={parquet}", f"data.val_files={parquet}"]
+    words = ["precision=jet_fp8", f"{PATH}=hdfs://cluster/policy", ONE_GPU, *data]
+    config = compose(*words)
+    assert config.jetrl.operations == "shared" and not hdfs.exists(), "composition copies nothing"
+    check_job(config)
+    assert copy_to_local("hdfs://cluster/policy", use_shm=False) == str(
+        copy_model("hdfs://cluster/policy", PATH).folder
+    )
+    assert len(hdfs.read_text().splitlines()) == 1
+
+
+def test_a_remote_model_that_shared_operations_do_not_cover_is_refused(compose, hdfs, model_folder):
+    model_folder(hidden_act="gelu")
+    message = refusal(check_job, compose("precision=jet_fp8", f"{PATH}=hdfs://cluster/policy", ONE_GPU))
+    assert message.startswith("the model hdfs://cluster/policy is not supported with jetrl.operations=shared")
+    assert "Set precision=jet_fp8 jetrl.operations=stock" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("hdfs://cluster/none", "verl's copy left no folder at "),
+        ("s3://bucket/model", "verl's copy left no folder at s3://bucket/model"),
+        ("hdfs://cluster/none/", "AssertionError: Make sure the last char in src is not /"),
+        ("/models/qwen3/", "AssertionError: Make sure the last char in src is not /"),
+    ],
+)
+def test_a_model_that_cannot_be_copied_is_refused(hdfs, path, why):
+    message = refusal(copy_model, path, PATH)
+    assert message.startswith(f"the model {path} cannot be copied to the driver's machine ({why}")
+    assert message.endswith(f"). Set {PATH} to a path that can.")
+
+
 def test_a_crashing_check_stops_the_run(monkeypatch):
     """Hydra would turn the exception into a warning and start the job unchecked."""
     from jetrl_verl.config import environment, workers
     from jetrl_verl.targets.job import JetCallback
 
-    node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "shared"}
-
-    def fail(config):
+    def fail(job, get):
         raise ZeroDivisionError("heads")
 
     installed = []
     monkeypatch.setattr(workers, "install", lambda *arguments: installed.append(arguments))
     monkeypatch.setattr(environment, "check_environment", fail)
     with pytest.raises(SystemExit, match=r"the checks before the job failed \(ZeroDivisionError: heads\)"):
-        JetCallback().on_job_start(OmegaConf.create({"jetrl": node}))
-    assert installed == [(JetConfig(**node),)]
+        JetCallback().on_job_start(OmegaConf.create({"jetrl": Job(EXACT).as_dict()}))
+    assert installed == [(Job(EXACT),)]

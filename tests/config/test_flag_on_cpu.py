@@ -15,8 +15,9 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import PRECISIONS, JetConfig
-from jetrl_verl.config.check import reader
+from jetrl_verl.config import PRECISIONS, JetConfig, Job
+from jetrl_verl.config.composition import reader
+from jetrl_verl.config.support.limits import PINS
 from jetrl_verl.config.support.table import stock_because
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
@@ -42,7 +43,7 @@ def without_precision(config) -> dict:
     actor_rollout = tree["actor_rollout_ref"]
     for engine in (actor_rollout["actor"]["fsdp_config"], actor_rollout["ref"]["fsdp_config"], tree["critic"]["fsdp"]):
         engine["_target_"] = "verl.workers.config.FSDPEngineConfig"
-        for key in ("jetrl", "jetrl_role", "jetrl_rollout_tp"):
+        for key in ("jetrl", "jetrl_role"):
             engine.pop(key, None)
     actor_rollout["rollout"]["_target_"] = "verl.workers.config.RolloutConfig"
     actor_rollout["rollout"].pop("custom", None)
@@ -87,14 +88,16 @@ def test_a_precision_changes_only_its_own_keys(compose, stock, precision):
         ("bf16_shared", "bf16", "bf16", "shared"),
         ("fp8_rollout", "bf16", "fp8", "stock"),
         ("fp8_rollout_tis", "bf16", "fp8", "stock"),
-        ("jet_fp8", "fp8", "fp8", "stock"),  # no GPU here, or verl's default model is missing
+        ("jet_fp8", "fp8", "fp8", "stock"),  # verl's default model is missing
         ("jet_fp8_exact", "fp8", "fp8", "shared"),
     ],
 )
 def test_options_of_each_precision(compose, precision, train, rollout, operations):
     config = compose(f"precision={precision}", ONE_GPU)
-    assert JetConfig.from_node(config.jetrl) == JetConfig(precision, train, rollout, operations=operations)
-    assert config.jetrl.keys() == JetConfig.__dataclass_fields__.keys()
+    job = Job.of(config.jetrl)
+    assert job.options == JetConfig(precision, train, rollout, operations=operations)
+    assert config.jetrl.keys() == {*JetConfig.__dataclass_fields__, "job"}
+    assert job.rollout_ranks == 1 and job.versions.keys() == PINS.keys() and bool(job.why_stock) != job.shared
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
 
 
@@ -111,6 +114,8 @@ def test_options_of_each_precision(compose, precision, train, rollout, operation
 def test_two_precisions_differ_in_one_option(compose, precisions, option, overrides):
     first, second = (OmegaConf.to_container(compose(f"precision={name}", *overrides)) for name in precisions)
     assert first["jetrl"].pop(option) != second["jetrl"].pop(option)
+    for node in (first["jetrl"], second["jetrl"]):
+        node["job"].pop("why_stock")
     assert (first["jetrl"].pop("precision"), second["jetrl"].pop("precision")) == precisions
     assert first == second
 
@@ -173,7 +178,6 @@ def test_keys_that_the_user_adds_are_kept(compose):
         "precision=jet_fp8",
         "actor_rollout_ref.rollout.name=vllm",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs=64",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=jetrl_fp8",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.max_position_embeddings=4096",
         "+actor_rollout_ref.rollout.custom.mine=1",
         "+actor_rollout_ref.rollout.enable_sleep_mode=False",

@@ -4,17 +4,25 @@
 
 import ast
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import support_page
-import torch
-from omegaconf import OmegaConf
 from support_models import MIXTURE, MODEL_CONFIG, MODELS
 from test_refusals_on_cpu import SENTENCE, changed
 
-from jetrl_verl.config import JetConfig, UnsupportedConfiguration, environment, operations
-from jetrl_verl.config.operations import resolve_operations
+from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, composition, environment, resolve
+from jetrl_verl.config import model as model_module
+from jetrl_verl.config.composition import reader
+from jetrl_verl.config.model import (
+    cache_message,
+    check_model,
+    check_models,
+    check_ulysses,
+    check_vocabulary,
+    read_model,
+)
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES
@@ -30,26 +38,27 @@ STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
 
 
 @pytest.fixture
-def machine(monkeypatch, tmp_path):
-    """A Hopper machine with a model folder; callable (changes of config.json, capability, files of vLLM) -> path."""
+def model(monkeypatch, tmp_path):
+    """A model folder without weights; callable (changes of config.json) -> path."""
     monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
-    monkeypatch.setattr(environment, "_check_weight_files", lambda folder: None)
-    library = tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
-    library.parent.mkdir(parents=True)
-    spec = type("Spec", (), {"origin": str(tmp_path / "vllm" / "__init__.py")})
-    monkeypatch.setattr(environment, "find_spec", lambda name: spec)
-    operations._say.cache_clear()
+    monkeypatch.setattr(model_module, "_check_weight_files", lambda folder: None)
+    composition._say.cache_clear()
 
-    def build(changes=None, capability=(9, 0), flash_attention=True) -> str:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        library.touch() if flash_attention else library.unlink(missing_ok=True)
+    def build(changes=None) -> str:
         (tmp_path / "config.json").write_text(json.dumps({**MODEL_CONFIG, **(changes or {})}))
         return str(tmp_path)
 
     return build
+
+
+def check(path: str, options: JetConfig = OPTIONS, ranks: int = 1) -> None:
+    """Check the model at ``path`` for a job of ``options`` and a rollout of that many ranks."""
+    check_model(Job(options, rollout_ranks=ranks), read_model(path))
+
+
+def check_job(config) -> None:
+    """The check of a job's models in the driver."""
+    check_models(resolve(config), reader(config))
 
 
 def refused(check, *args, **kwargs) -> str:
@@ -65,60 +74,44 @@ def reason(message: str) -> str:
 
 
 SKIPPING = {"no_layer_fits": {"hidden_size": 192, "head_dim": 96, "intermediate_size": 576}}
-MACHINES = {
-    "gpu_without_fp8": ({"capability": (8, 0)}, "GPU 0, A GPU, of compute capability 8.0,"),
-    "gpu_other_than_hopper": ({"capability": (8, 9)}, "GPU 0, A GPU, of compute capability 8.9,"),
-    "no_flash_attention_3": ({"flash_attention": False}, ""),
-}
 ELSEWHERE = {
     *("version", "missing_package", "optimizer_package", "rollout_ranks_of_the_heads", "layer_shard_shape"),
     *("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
-    "mixture_over_replicas",
+    *("mixture_over_replicas", "npu", "rocm", "gpu_without_fp8", "gpu_other_than_hopper", "gpu_of_an_fp8_cache"),
+    "no_flash_attention_3",
 }
-"""Rows that test_environment_on_cpu.py tests."""
+"""Rows that test_environment_on_cpu.py and test_workers_on_cpu.py test."""
 BELOW = {
-    *("npu", "rocm", "patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
-    *("gpu_of_an_fp8_cache", "model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),
+    *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
+    *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
 
 
 def test_each_row_about_the_machine_is_tested():
-    assert {*MODELS, *SKIPPING, *MACHINES, *ELSEWHERE, *BELOW} == {*MACHINE_ROWS, *MODEL_ROWS}
+    assert {*MODELS, *SKIPPING, *ELSEWHERE, *BELOW} == {*MACHINE_ROWS, *MODEL_ROWS}
 
 
 @pytest.mark.parametrize("name", [*MODELS, *SKIPPING])
-def test_a_model_is_refused_by_its_row(machine, name, capsys):
-    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip" if name in SKIPPING else "stop")
-    path, entry = machine(), row(name)
-    environment.check_model(path, options, 1, shared_operations=True)
-    machine({**MODELS, **SKIPPING}[name])
-    if entry.scope is SHARED:
-        environment.check_model(path, options, 1)
-    message = refused(environment.check_model, path, options, 1, shared_operations=entry.scope is SHARED)
+def test_a_model_is_refused_by_its_row(model, name, capsys):
+    stock = JetConfig("jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip" if name in SKIPPING else "stop")
+    shared = replace(stock, operations="shared")
+    path, of_operations = model(), row(name).scope is SHARED
+    check(path, shared)
+    model({**MODELS, **SKIPPING}[name])
+    if of_operations:
+        check(path, stock)
+    message = refused(check, path, shared if of_operations else stock)
     assert message == refusal(name, precision="jet_fp8", what=f"the model {path}", why=reason(message))
-    if entry.scope is SHARED:
+    if of_operations:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
-        resolve_operations(config)
-        assert config.jetrl.operations == "stock" and reason(message) in capsys.readouterr().err
+        assert not resolve(config).shared and reason(message) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_a_machine_is_refused_by_its_row(machine, name):
-    properties, what = MACHINES[name]
-    path = machine(**properties)
-    config = OmegaConf.create({"jetrl": OPTIONS.as_dict()})
-    assert refused(environment.check_environment, config) == refusal(name, precision="jet_fp8", what=what)
-    if row(name).scope is SHARED:
-        config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
-        resolve_operations(config)
-        assert config.jetrl.operations == "stock"
-
-
-def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(machine):
-    path = machine(MIXTURE | {"num_key_value_heads": 4, "moe_intermediate_size": 256})
-    environment.check_model(path, OPTIONS, 2, shared_operations=True)
-    message = refused(environment.check_model, path, OPTIONS, 4, shared_operations=True)
+def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(model):
+    path = model(MIXTURE | {"num_key_value_heads": 4, "moe_intermediate_size": 256})
+    check(path, ranks=2)
+    message = refused(check, path, ranks=4)
     assert message.startswith(f"the model {path} is not supported with precision=jet_fp8: ")
     remedy = "Set a smaller actor_rollout_ref.rollout.tensor_model_parallel_size, or precision=bf16."
     assert message.endswith(f", as they are over 2. {remedy}")
@@ -130,27 +123,19 @@ def test_a_fork_without_the_patched_function_is_refused(monkeypatch):
 
     needed = next(patch for patch, _ in patches.installed_states() if patch.needed)
     monkeypatch.setattr(patches, "installed_states", lambda: [(needed, CHANGED)])
-    message = refused(environment.check_patches, "jet_fp8")
+    message = refused(environment.check_patches, Job(OPTIONS))
     assert needed.replaces in message
     assert message.endswith(f" Set up {needed.pinned}, or precision=bf16.")
 
 
-def test_other_accelerators_are_refused(machine, monkeypatch):
-    machine()
-    monkeypatch.setattr(torch.version, "hip", "6.0")
-    assert refused(environment.check_gpu, "jet_fp8") == refusal("rocm", precision="jet_fp8")
-    monkeypatch.setattr("verl.utils.device.is_npu_available", True)
-    assert refused(environment.check_gpu, "jet_fp8") == refusal("npu", precision="jet_fp8")
-
-
-def test_fused_kernels_of_a_padded_vocabulary_are_refused(machine, monkeypatch):
+def test_fused_kernels_of_a_padded_vocabulary_are_refused(model, monkeypatch):
     from transformers import AutoTokenizer
 
-    path = machine()
+    path = model()
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(128))
-    environment.check_vocabulary(path)
+    check_vocabulary(read_model(path))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
-    assert refused(environment.check_vocabulary, path) == (
+    assert refused(check_vocabulary, read_model(path)) == (
         f"{MODEL}.use_fused_kernels=true is not supported with the 28 entries of its vocabulary without a token: "
         f"{path} would leave them unmasked in the trainer alone. Set {MODEL}.use_fused_kernels=false."
     )
@@ -167,77 +152,54 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused(machine, monkeypatch):
         (MODELS["sliding_window"], "its layers attend to windows"),
     ],
 )
-def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused(machine, changes, why):
-    environment.check_cache(machine(), FP8)
-    environment.check_cache(machine({"num_attention_heads": 16}), FP8)
-    path = machine(changes)
-    assert refused(environment.check_cache, path, FP8) == refusal(
-        "model_of_an_fp8_cache", what=f"the model {path}", why=why
-    )
+def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused(model, changes, why):
+    def message(changes) -> str:
+        return cache_message(read_model(model(changes)).config, "a", FP8)
 
-
-def test_an_fp8_cache_on_another_gpu_is_refused(machine):
-    path = machine(capability=(8, 9))
-    options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8")
-    config = OmegaConf.create({"jetrl": options.as_dict(), "actor_rollout_ref": {"model": {"path": path}}})
-    what = MACHINES["gpu_other_than_hopper"][1]
-    assert refused(environment.check_environment, config) == refusal("gpu_of_an_fp8_cache", what=what)
+    assert message({}) == message({"num_attention_heads": 16}) == ""
+    assert message(changes) == refusal("model_of_an_fp8_cache", what="the model a", why=why)
 
 
 @pytest.mark.parametrize("key", ULYSSES)
-def test_ulysses_ranks_that_do_not_divide_the_heads_are_refused(machine, key):
-    path = machine({"num_attention_heads": 12, "num_key_value_heads": 2})
+def test_ulysses_ranks_that_do_not_divide_the_heads_are_refused(model, key):
+    path = model({"num_attention_heads": 12, "num_key_value_heads": 2})
     for ranks in (1, 2, 4, 6, 12):
-        environment.check_ulysses(path, key, ranks, "jet_fp8")
+        check_ulysses(Job(OPTIONS), read_model(path), key, ranks)
     for ranks in (3, 5, 8):
-        settings = {f"{MODEL}.path": path, key: ranks, "data.train_files": [], "data.val_files": []}
-        message = refused(environment.check_environment, changed(STOCK, settings))
+        message = refused(check_job, changed(STOCK, {f"{MODEL}.path": path, key: ranks}))
         assert message.startswith(f"{key}={ranks} with the model {path} is not supported with precision=jet_fp8: ")
         assert "its 12 heads over 2 key heads" in message
 
 
 @pytest.mark.parametrize("name", ["varlen_sliding_window", "varlen_dropout"])
-def test_a_model_that_varlen_attention_does_not_support_is_refused(machine, monkeypatch, name):
-    for check in ("check_versions", "check_patches", "check_gpu", "check_data"):
-        monkeypatch.setattr(environment, check, lambda *_: None)
+def test_a_model_that_varlen_attention_does_not_support_is_refused(model, name):
     slides = name == "varlen_sliding_window"
-    path, settings = (
-        machine(MODELS["sliding_window" if slides else "attention_dropout"]),
-        (*STOCK, f"+{ATTENTION}=jetrl_varlen"),
-    )
+    path = model(MODELS["sliding_window" if slides else "attention_dropout"])
+    settings = (*STOCK, f"+{ATTENTION}=jetrl_varlen")
 
     def check(*further: str) -> None:
-        environment.check_environment(changed((*settings, *further), {f"{MODEL}.path": path}))
+        check_job(changed((*settings, *further), {f"{MODEL}.path": path}))
 
     why = ", whose layers attend to windows," if slides else " with attention_dropout=0.1"
     assert refused(check) == refusal(name, what=f"the model {path}{why}")
     check(f"{ATTENTION}=sdpa")
     if not slides:
         check(f"+{MODEL}.override_config.attention_dropout=0.0")
-    machine()
+    model()
     check()
 
 
 @pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.scope is AUTO])
-def test_auto_is_stock_where_the_driver_cannot_check_the_workers(machine, monkeypatch, name, capsys):
-    settings, why = {f"{MODEL}.path": machine()}, ""
+def test_auto_is_stock_where_shared_may_be_asked_for(model, monkeypatch, name, capsys):
+    settings, why = {f"{MODEL}.path": model()}, ""
     if name == "cpu":
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    elif name == "no_gpu_in_the_driver":
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    elif name == "remote_model":
-        settings = {f"{MODEL}.path": "hdfs://model"}
-        why = "the configuration of the model hdfs://model cannot be read from here"
     else:
         settings[f"{MODEL}.override_config"] = {"rope_theta": 1e6}
         why = f"{MODEL}.override_config overrides rope_theta of the model"
-    config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})
-    resolve_operations(config)
-    assert config.jetrl.operations == "stock"
+    assert not resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})).shared
     assert f"auto is stock, since {refusal(name, why=why)}" in capsys.readouterr().err
-    config = changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})
-    resolve_operations(config)
-    assert config.jetrl.operations == "shared"
+    assert resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})).shared
 
 
 # --- one table --------------------------------------------------------------------------------------------------------

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from jetrl_verl.config.hopper_kernels import missing
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.limits import WGRAD_IN_TRITON
-from jetrl_verl.config.workers import _probe, check_workers, complaint_about, without_kernels
+from jetrl_verl.config.support.table import refusal
+from jetrl_verl.config.workers import answer_here, check_workers, complaint_about, gpu_complaint, without_kernels
 from jetrl_verl.kernels import native
 
 JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")
@@ -21,7 +23,7 @@ JET = JetConfig("jet_fp8", train="fp8", rollout="fp8")
 
 def worker(**changes) -> dict:
     """The probe's answer on a node like this one, with changes."""
-    return _probe()() | changes
+    return answer_here() | changes
 
 
 @pytest.mark.parametrize(
@@ -32,10 +34,6 @@ def worker(**changes) -> dict:
         ({"versions": {"verl": "0.8.0"}}, "the driver runs verl .*, but .* has 0.8.0; install the same version"),
         ({"vllm_plugin": False}, "lacks the entry point that vLLM loads"),
         ({"vllm_plugins_filter": "other"}, "VLLM_PLUGINS=other keeps vLLM from loading the plugin"),
-        (
-            {"capabilities": [(8, 0), (9, 0)]},
-            "capability 8.0, is not supported with precision=jet_fp8: .* Set precision=bf16$",
-        ),
     ],
 )
 def test_an_unsupported_node_is_named_with_its_reason(changes, sentence):
@@ -47,13 +45,45 @@ def test_a_node_like_this_one_is_accepted(changes):
     assert complaint_about(worker(**changes)) == ""
 
 
-@pytest.mark.parametrize("capabilities", [[(8, 9)], [(9, 0), (10, 0)]])
-def test_a_gpu_without_shared_operations_is_named_if_the_job_needs_them(capabilities):
-    answer = worker(capabilities=capabilities)
-    assert complaint_about(answer, JET) == ""
-    use = "Set precision=jet_fp8 jetrl.operations=stock, or precision=bf16"
-    complaint = complaint_about(answer, replace(JET, operations="shared"))
-    assert complaint.endswith(f"not supported with jetrl.operations=shared: FlashAttention 3 needs 9.0. {use}")
+STOCK, SHARED = Job(JET), Job(replace(JET, operations="shared"))
+CACHE = Job(JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8"))
+HOPPER, L40S, A100 = {"capabilities": [(9, 0)]}, {"capabilities": [(9, 0), (8, 9)]}, {"capabilities": [(8, 0)]}
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "resources", "name", "what"),
+    [
+        (STOCK, A100, {"GPU": 8.0}, "gpu_without_fp8", "a GPU of compute capability 8.0"),
+        (SHARED, A100, {"GPU": 8.0}, "gpu_without_fp8", "a GPU of compute capability 8.0"),
+        (SHARED, L40S, {"GPU": 8.0}, "gpu_other_than_hopper", "a GPU of compute capability 8.9"),
+        (SHARED, HOPPER | {"flash_attention_3": False}, {"GPU": 8.0}, "no_flash_attention_3", ""),
+        (CACHE, L40S, {"GPU": 8.0}, "gpu_of_an_fp8_cache", "a GPU of compute capability 8.9"),
+        (STOCK, {}, {"GPU": 8.0, "accelerator_type:AMD-Instinct-MI300X-OAM": 1.0}, "rocm", ""),
+        (STOCK, {}, {"NPU": 8.0}, "npu", ""),
+    ],
+)
+def test_gpus_that_cannot_run_the_job_are_refused_by_their_row(job, changes, resources, name, what):
+    complaint = gpu_complaint(worker(**{"flash_attention_3": True, **changes}), resources, job)
+    assert f"{complaint}." == refusal(name, precision=job.options.precision, what=what)
+
+
+@pytest.mark.parametrize(
+    ("job", "changes", "resources"),
+    [
+        (STOCK, L40S, {"GPU": 8.0, "accelerator_type:L40S": 1.0}),
+        (SHARED, HOPPER, {"GPU": 8.0, "accelerator_type:H100": 1.0}),
+        (CACHE, HOPPER, {"GPU": 8.0}),
+        (SHARED, A100, {"CPU": 8.0}),  # Ray gives out none of its GPUs
+    ],
+)
+def test_gpus_that_run_the_job_are_accepted(job, changes, resources):
+    assert gpu_complaint(worker(**{"flash_attention_3": True, **changes}), resources, job) == ""
+
+
+def test_the_gpus_of_a_run_on_the_cpu_platform_do_not_matter(monkeypatch):
+    """Such a run declares the resource GPU for verl's sake."""
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert gpu_complaint(worker(**A100, flash_attention_3=False), {"GPU": 1.0}, SHARED) == ""
 
 
 def test_nodes_of_hopper_gpus_without_kernels_are_found():
@@ -107,7 +137,7 @@ def test_the_driver_prints_the_note_once_for_all_nodes(kernels, monkeypatch, cap
     monkeypatch.setattr(
         "ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy", lambda node, soft: (node, soft)
     )
-    check_workers(JET)
+    check_workers(STOCK)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (0 if kernels else 1)
     assert kernels or "on a, b:" in lines[0]

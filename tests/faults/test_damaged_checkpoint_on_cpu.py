@@ -27,7 +27,7 @@ from jetrl_verl.checkpoint.validation import (
     drop_other_world_sizes,
     explained,
 )
-from jetrl_verl.config import environment, workers
+from jetrl_verl.config import JetConfig, Job, environment, workers
 from jetrl_verl.patches.checkpoint_tracker import TRACKER, TRACKER_FILE
 from jetrl_verl.targets.job import JetCallback
 
@@ -173,8 +173,8 @@ def test_the_driver_refuses_a_damaged_tracker(checkpoints):
 def test_a_refused_resume_exits_with_one_sentence(checkpoints, monkeypatch):
     """Hydra would turn the exception into a warning and start the job."""
     monkeypatch.setattr(workers, "install", lambda *_: None)
-    monkeypatch.setattr(environment, "check_environment", lambda config: None)
-    node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "shared"}
+    monkeypatch.setattr(environment, "check_environment", lambda *_: None)
+    node = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")).as_dict()
     config = OmegaConf.merge(resuming(checkpoints), {"jetrl": node})
     with pytest.raises(SystemExit, match="^jetrl_verl: the checkpoint .* was written by 1 rank and this run has 2\\. "):
         JetCallback().on_job_start(config)

@@ -17,8 +17,10 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from jetrl_verl.config.environment import check_model
-from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.model import check_model, read_model
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
@@ -158,14 +160,13 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(recipe_wor
     (tmp_path / "config.json").write_text(json.dumps(published(name) | {"hidden_act": "silu"}))
     save_file({"any": np.zeros(1)}, tmp_path / "model.safetensors")
     config = compose(recipe_words("qwen3_moe/run_qwen3_30b_a3b_base.sh", precision, {"MODEL_PATH": str(tmp_path)}))
-    options = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
-    shared = options.train == "fp8"  # what `auto` is on a Hopper GPU
+    job = Job.of(config.jetrl)
+    assert job.shared == (precision in ("jet_fp8", "jet_fp8_exact", "bf16_shared"))
 
-    def check(tp: int) -> None:
-        options_here = replace(options, operations="shared") if shared else options
-        check_model(str(tmp_path), options_here, tp, shared, None, options.rollout)
+    def check(ranks: int) -> None:
+        check_model(replace(job, rollout_ranks=ranks), read_model(str(tmp_path)))
 
-    if options.rollout != "fp8":
+    if job.options.rollout != "fp8":
         with pytest.raises(UnsupportedConfiguration, match="experts are products of the FP8 flow alone"):
             check(1)
         return

@@ -12,17 +12,17 @@ import torch
 import vllm_engine
 from tiny_models import tiny_model
 
-from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.scopes import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync.statement import ContractViolation
 
-JET = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
-UNCHECKED = replace(JET, contract_check=False)
+JET = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared"))
+UNCHECKED = replace(JET, options=replace(JET.options, contract_check=False))
 """Its sync ends after the worker's own guards."""
-BASELINE = JetConfig("fp8_rollout", train="bf16", rollout="fp8", operations="stock", contract_check=False)
+BASELINE = Job(JetConfig("fp8_rollout", train="bf16", rollout="fp8", contract_check=False))
 OFF = dict.fromkeys(FUSIONS_OF_REDUCTIONS, False)
-KEY = "actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config.pass_config"
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def receive(folder, monkeypatch, cpu_platform):
     parent = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(parent, "update_weights_from_ipc", lambda self, **options: received.append(self))
 
-    def run(options: JetConfig, ranks: int, *passes: str) -> int:
-        config = config_of(folder, vllm_arguments(options, None), ranks)
+    def run(job: Job, ranks: int, *passes: str) -> int:
+        config = config_of(folder, vllm_arguments(job, None), ranks)
         for name in passes:
             setattr(config.compilation_config.pass_config, name, True)
         worker = object.__new__(Worker)  # without a process group, and below without a model and a sender
@@ -125,19 +125,6 @@ def test_the_users_settings_of_other_passes_stay(as_json):
     # A baseline's trainer repeats no sum.
     assert vllm_arguments(BASELINE, user)["compilation_config"] is user["compilation_config"]
     assert "compilation_config" not in vllm_arguments(BASELINE, None)
-
-
-@pytest.mark.parametrize("name", FUSIONS_OF_REDUCTIONS)
-@pytest.mark.parametrize("as_json", [False, True])
-def test_a_fusion_set_by_the_user_is_refused(name, as_json):
-    """As a mapping, and as JSON, which is parsed with vLLM's arguments."""
-    given = {"pass_config": {name: True}}
-    with pytest.raises(UnsupportedConfiguration) as refused:
-        vllm_arguments(JET, {"compilation_config": json.dumps(given) if as_json else given})
-    assert str(refused.value) == (
-        f"{KEY}.{name}=true is not supported with jetrl.train=fp8: the trainer repeats these sums. Set "
-        f"{KEY}.{name}=false."
-    )
 
 
 def operations_in(function, *inputs) -> set[str]:

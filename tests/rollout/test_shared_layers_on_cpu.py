@@ -17,7 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import Line
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from jetrl_verl import kernels
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.rollout import shared_operations
 from jetrl_verl.rollout.shared_operations import share_operations
 

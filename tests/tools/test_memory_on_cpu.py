@@ -10,7 +10,7 @@ from support_models import MODELS, refused_value
 from typer.testing import CliRunner
 
 from jetrl_verl.cli import app
-from jetrl_verl.config.check import reader
+from jetrl_verl.config.composition import reader
 from jetrl_verl.config.support.row import shown
 from jetrl_verl.config.support.scopes import EXACT, SHARED
 from jetrl_verl.config.support.table import TABLE

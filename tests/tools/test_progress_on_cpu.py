@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError
-from jetrl_verl.config import operations
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config import composition
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.models.plan import UnsupportedLayer
 from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.tools.progress import describe, last_errors
@@ -29,9 +29,9 @@ def test_exceptions_and_refusals_are_recognized(tmp_path, kind):
 
 def test_forwarded_exceptions_and_startup_notes_are_not_errors(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    operations._say.cache_clear()
+    composition._say.cache_clear()
     node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
-    operations.resolve_operations(OmegaConf.create({"jetrl": node}))
+    composition.resolve(OmegaConf.create({"jetrl": node}))
     note = capsys.readouterr().err
     passed = "ray.exceptions.RayTaskError: \x1b[36mray::vLLMHttpServer.collective_rpc()\x1b[39m (pid=7, repr=<...>)\n"
     died = "ray.exceptions.RayTaskError(ActorDiedError): ray::TaskRunnerV1.run() (pid=7, repr=<...>)\n"

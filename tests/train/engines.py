@@ -11,6 +11,7 @@ import torch
 from streams import Arrived
 from tensordict import TensorDict
 
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
@@ -73,7 +74,7 @@ def build(
         engine_config=FSDPEngineConfig(**common)
         if stock
         else JetWorkerEngineConfig(
-            **common, jetrl=JetConfig(**fields), jetrl_role=role, jetrl_rollout_tp=rollout_ranks
+            **common, jetrl=Job(JetConfig(**fields), rollout_ranks=rollout_ranks), jetrl_role=role
         ),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),

@@ -20,7 +20,7 @@ from two_processes import run_in_two_processes
 from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in, unfolded
 from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.checkpoint.validation import KEPT_SCALES
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears, plan_of

@@ -284,13 +284,13 @@ def test_the_engines_log_probabilities_are_the_shared_functions(cpu_platform, re
     """With verl's own preparation of a micro-batch, padded and packed."""
     from verl.utils import tensordict_utils
 
-    from jetrl_verl.config import JetConfig, JetFSDPEngineConfig
+    from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job
     from jetrl_verl.train.engine import JetFSDPEngine
     from jetrl_verl.train.token_numbers import SharedOperations
 
     engine = object.__new__(JetFSDPEngine)
     options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
-    engine.engine_config = JetFSDPEngineConfig(jetrl=options)
+    engine.engine_config = JetFSDPEngineConfig(jetrl=Job(options))
     engine.pad_to_length, engine.pad_to_length_bucket, engine.use_ulysses_sp = remove_padding, 16, False
     engine.compute_entropy_from_logits = lambda logits: torch.distributions.Categorical(logits=logits).entropy()
     sequences = tokens()

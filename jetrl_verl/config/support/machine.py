@@ -1,8 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that no setting shows and the driver sees before Ray starts: the machine and the model folder.
+"""Rows that no setting shows and the driver sees: its machine and the models before Ray starts, the cluster after.
 
-``config/environment.py`` states what it sees. ``models/`` raises ``Unsupported`` with the name of a row.
+``config/environment.py``, ``model.py`` and ``workers.py`` state what they see. ``models/`` raises ``Unsupported`` with
+the name of a row.
 """
 
 from .row import Row, Scope
@@ -10,7 +11,6 @@ from .scopes import ATTENTION, AUTO, EVERY, FP8_CACHE, MODEL, SHARED, TENSOR_PAR
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
-_COVERED = "Set jetrl.operations=shared if the shared operations cover it"
 _SMALLER = f"Set a smaller {TENSOR_PARALLEL}"
 _SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
 _DROPOUT = f"{MODEL}.override_config.attention_dropout=0"
@@ -35,14 +35,11 @@ MACHINE_ROWS: dict[str, Row] = {
         "the shared operations are slow on a CPU (exact sums in float64)",
         instead="Set jetrl.operations=shared if that is what you want",
     ),
-    "no_gpu_in_the_driver": Row(
-        "a driver that sees no GPU",
+    "overridden_model": Row(
+        "overrides of what decides in the model's configuration",
         AUTO,
-        "this driver sees no GPU and so cannot know the workers'",
-        instead="Set jetrl.operations=shared if all of them have compute capability 9.0",
+        instead="Set jetrl.operations=shared if the shared operations cover it",
     ),
-    "remote_model": Row("a model that the driver cannot read", AUTO, instead=_COVERED),
-    "overridden_model": Row("overrides of what decides in the model's configuration", AUTO, instead=_COVERED),
 }
 """What the machine shows, and what makes ``jetrl.operations=auto`` ``stock`` without refusing ``shared``."""
 

@@ -23,20 +23,12 @@ from .scopes import (
 
 _BF16 = ("bfloat16", "bf16", "torch.bfloat16")
 _REPLAY = other_than("disabled")
-_PACKAGE = __name__.partition(".")[0]
 (_CACHE,) = QUANTIZED_CACHES
-
-
-def _another_class(value: Any) -> bool:
-    return value is not None and str(value).partition(".")[0] != _PACKAGE
 
 
 def _no_mapping(value: Any) -> bool:
     return value is not None and not isinstance(value, Mapping)
 
-
-# config/vllm_arguments.py compares the value with the precision's and refuses it.
-_COMPARED_LATER = Values("another", lambda value: False, "null")
 
 ROLLOUT_ROWS: dict[str, Row] = {
     "correction_without_log_probs": Row(
@@ -149,9 +141,9 @@ ROLLOUT_ROWS: dict[str, Row] = {
         EVERY,
         "the precision sets it",
         {
-            f"{VLLM}.worker_extension_cls": Values("another class", _another_class, "null"),
-            f"{VLLM}.quantization": _COMPARED_LATER,
-            f"{VLLM}.hf_overrides.quantization_config": _COMPARED_LATER,
+            f"{VLLM}.worker_extension_cls": SET,
+            f"{VLLM}.quantization": SET,
+            f"{VLLM}.hf_overrides.quantization_config": SET,
         },
     ),
     "hf_overrides": Row(

@@ -102,12 +102,6 @@ WORKER_ROWS: dict[str, Row] = {
         "FlashAttention has no kernel for it",
     ),
     # --- configuration objects that code builds, not Hydra ---
-    "auto_uncomposed": Row(
-        "jetrl.operations=auto",
-        UNCOMPOSED,
-        "the driver decides once what it is",
-        instead="Set jetrl.operations=shared or jetrl.operations=stock",
-    ),
     "class_without_options": Row(
         "a class of ours without the options",
         UNCOMPOSED,

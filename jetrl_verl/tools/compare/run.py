@@ -198,7 +198,7 @@ def train(run: CompareRun, job: Job, console: Console, say) -> None:
         what = f"{run.name}: ended with status {status} after step {step} of {tracker.steps or '?'}:"
         say("\n  ".join([what, *last_errors(paths.log)]))
         return
-    facts = {"precision": run.precision, "seed": run.seed, "steps": step, "operations": paths.operations()}
+    facts = {**paths.job(), "precision": run.precision, "seed": run.seed, "steps": step}
     facts |= {"seconds in phase": {phase: round(seconds, 1) for phase, seconds in tracker.phase_seconds.items()}}
     _write(paths.facts, facts | {"build": provenance(), "command": shlex.join(command)})
 

@@ -219,8 +219,7 @@ def _facts(
 ) -> dict:
     """Contents of ``run.json``, which become the report's table."""
     return {
-        "precision": options.precision,
-        **({"operations": paths.operations()} if paths.config.exists() else {}),
+        **(paths.job() if paths.config.exists() else {"precision": options.precision}),
         "build": provenance(),
         "device": _device_name(device),
         "steps": tracker.step,

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.job import Job
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.tools.diff.attribution import Attribution
 from jetrl_verl.tools.diff.measures import Mismatch, Spread
@@ -18,7 +18,7 @@ from jetrl_verl.tools.diff.recording import Recording
 
 
 def summarize(
-    precision: str, options: JetConfig | None, configured: Recording, recorded: Recording, attribution: Attribution
+    precision: str, job: Job | None, configured: Recording, recorded: Recording, attribution: Attribution
 ) -> dict[str, Any]:
     """All results of one precision for JSON. ``attribution`` compares the trainer with ``recorded``."""
     trained = Mismatch.of(attribution.log_probs, configured.log_probs)
@@ -33,7 +33,8 @@ def summarize(
     }
     return {
         "precision": precision,
-        "options": None if options is None else options.as_dict(),
+        "options": None if job is None else job.as_dict(),
+        "runs": {} if job is None else job.facts(),
         "equal": not (trained.differing or engines.differing),
         "requests": len(recorded.prompts),
         "tokens": trained.tokens,
@@ -151,6 +152,8 @@ def _kinds(summary: Mapping[str, Any]) -> Table:
 def render(summary: Mapping[str, Any], console: Console) -> None:
     """Print the report of one precision."""
     console.print(_mismatches(summary))
+    # The precision is a preset.
+    console.print("; ".join(f"{name}: {value}" for name, value in summary["runs"].items()), highlight=False)
     console.print(_first(summary), highlight=False, soft_wrap=True)
     console.print(_operations(summary))
     console.print(_kinds(summary))

@@ -24,7 +24,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from jetrl_verl import formats, kernels, models
-from jetrl_verl.config.options import JetConfig
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models.families.base import Family, leaf
@@ -332,23 +332,22 @@ class Recorder:
         return outputs
 
 
-def _weights(folder: str | Path, options: JetConfig, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(folder: str | Path, job: Job, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that the trainer would send at a weight sync."""
-    from jetrl_verl.models.plan import plan_linears
     from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
-    model = load_master(folder, options)
-    plans = plan_linears(model.config, unfit_layers=options.unfit_layers, format_name=options.rollout)
+    model, options = load_master(folder, job), job.options
+    plans = job.plans(model.config)
     stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
     yield from as_tensors(quantize_stream(stream, plans, options.scale_rule, options.rollout))
 
 
-def load_weights(runner: Any, folder: str | Path, options: JetConfig) -> None:
-    """Give a live model runner the policy in ``folder``, quantized as the trainer of ``options`` would send it."""
+def load_weights(runner: Any, folder: str | Path, job: Job) -> None:
+    """Give a live model runner the policy in ``folder``, quantized as the trainer of ``job`` would send it."""
     from jetrl_verl.rollout.experts import is_of_experts, load_experts
 
     def without_experts() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in _weights(folder, options, runner.device):
+        for name, tensor in _weights(folder, job, runner.device):
             if is_of_experts(name, runner.model.config):
                 load_experts(runner.model, name, tensor, rank=0)
             else:
@@ -365,7 +364,7 @@ def start_engine(request: Request) -> tuple[Any, Any]:
     llm = LLM(request.model, skip_tokenizer_init=True, **request.arguments)
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if request.jetrl is not None:
-        load_weights(runner, request.model, JetConfig.from_node(request.jetrl))
+        load_weights(runner, request.model, Job.of(request.jetrl))
     monkey_patch_compute_logits(runner.model, request.vocabulary)
     return llm, runner
 

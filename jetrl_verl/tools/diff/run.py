@@ -18,7 +18,9 @@ from typing import Any
 
 from rich.console import Console
 
-from jetrl_verl.config.options import PRECISIONS, JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.prompts import Prompts, read_prompts
 from jetrl_verl.tools.diff.recording import Recording, Request
@@ -63,9 +65,9 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Options of a precision (None for bf16) and arguments of ``vllm.LLM`` as a run sets them."""
+    """The job of a precision (None for bf16) and arguments of ``vllm.LLM`` as a run sets them."""
 
-    options: JetConfig | None
+    job: Job | None
     arguments: dict[str, Any]
 
 
@@ -80,7 +82,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
-    from jetrl_verl.config.environment import check_model
+    from jetrl_verl.config.model import check_model, read_model
     from jetrl_verl.rollout.arguments import vllm_arguments
 
     words = [
@@ -94,12 +96,10 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
             config = compose("ppo_trainer", overrides=[*words, *overrides])
         rollout = config.actor_rollout_ref.rollout
         user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
-        jetrl = None
-        if config.get("jetrl") is not None:
-            jetrl = JetConfig.from_node(OmegaConf.to_container(config.jetrl, resolve=True))
-            user = vllm_arguments(jetrl, user)
-            shared = jetrl.operations == "shared"
-            check_model(str(model.absolute()), jetrl, 1, shared, format_name=jetrl.rollout)
+        job = None if config.get("jetrl") is None else Job.of(OmegaConf.to_container(config.jetrl))
+        if job is not None:
+            user = vllm_arguments(job, user)
+            check_model(job, read_model(str(model.absolute())))
     except (HydraException, UnsupportedConfiguration) as error:
         raise DiffError(str(error)) from None
     if rollout.tensor_model_parallel_size != 1:
@@ -111,9 +111,9 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
     names += ("enable_prefix_caching", "logprobs_mode", "gpu_memory_utilization", "seed", "max_model_len")
     arguments = {name: rollout[name] for name in names}
-    arguments["load_format"] = "auto" if jetrl is None else "dummy"
+    arguments["load_format"] = "auto" if job is None else "dummy"
     arguments["compilation_config"] = {"cudagraph_mode": "FULL_AND_PIECEWISE"} | graphs  # as verl's server sets it
-    return EngineSettings(jetrl, arguments | {name: value for name, value in user.items() if value is not None})
+    return EngineSettings(job, arguments | {name: value for name, value in user.items() if value is not None})
 
 
 def engine_environment(cuda: bool) -> dict[str, str]:
@@ -158,12 +158,15 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
     """Compare one precision and write ``report.json`` to ``folder``."""
     import torch
 
+    from jetrl_verl.config.workers import answer_here, gpu_complaint
     from jetrl_verl.tools.diff.attribution import attribute
     from jetrl_verl.tools.diff.report import render, summarize
     from jetrl_verl.tools.diff.trainer import Trainer
 
     cuda = torch.cuda.is_available()
     settings = compose_engine(options.model, precision, options.overrides)
+    if settings.job is not None and (why := gpu_complaint(answer_here(), {"GPU": int(cuda)}, settings.job)):
+        raise DiffError(f"{why}.")
     arguments = settings.arguments
     needed = max(map(len, prompts.ids)) + options.response
     arguments["max_model_len"] = arguments["max_model_len"] or needed
@@ -175,7 +178,7 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
     arguments["enforce_eager"] = arguments["enforce_eager"] or not cuda
     request = Request(
         model=str(options.model),
-        jetrl=None if settings.options is None else settings.options.as_dict(),
+        jetrl=None if settings.job is None else settings.job.as_dict(),
         arguments=arguments,
         vocabulary=prompts.vocabulary,
         prompts=prompts.ids,
@@ -197,12 +200,12 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
         recording = run_engine(recorded, folder, "recorded", cuda)
     with console.status(f"{precision}: the trainer"):
         device = torch.device("cuda" if cuda else "cpu")
-        trainer = Trainer(options.model, settings.options, prompts.vocabulary, options.temperature, device)
+        trainer = Trainer(options.model, settings.job, prompts.vocabulary, options.temperature, device)
         attribution = attribute(trainer, recording)
         del trainer
         if cuda:
             torch.cuda.empty_cache()
-    summary = summarize(precision, settings.options, configured, recording, attribution)
+    summary = summarize(precision, settings.job, configured, recording, attribution)
     (folder / "report.json").write_text(json.dumps({"build": provenance(), **summary}, indent=1))
     render(summary, console)
     return summary

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from jetrl_verl import kernels, models
-from jetrl_verl.config.options import JetConfig, UnsupportedConfiguration
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal, refusal
-from jetrl_verl.formats import UNQUANTIZED, cache_traits
 from jetrl_verl.models.families.base import leaf
-from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
@@ -36,19 +35,19 @@ Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
 _ROTARY = ("q_rotary", "k_rotary")
 
 
-def load_master(folder: str | Path, options: JetConfig | None, **arguments: Any) -> torch.nn.Module:
+def load_master(folder: str | Path, job: Job | None, **arguments: Any) -> torch.nn.Module:
     """The policy's weights on the CPU as the trainer holds them, invariant scaling folded in."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    scaled = options is not None and options.invariant_scaling != folded_in(config)
+    scaled = job is not None and job.options.invariant_scaling != folded_in(config)
     # Folding rounds in FP32, as in the engine; without it both sides read BF16 values.
     dtype = torch.float32 if scaled else torch.bfloat16
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
     if scaled:
-        fold_missing(model, options.invariant_scaling)
+        fold_missing(model, job.options.invariant_scaling)
     return model
 
 
@@ -79,7 +78,7 @@ class Trainer:
     """A policy that computes log-probabilities of recorded tokens; ``operations`` are those that are tapped, in order.
 
     Args:
-        folder: Hugging Face folder. options: of the precision, None for bf16. vocabulary: entries with a token.
+        folder: Hugging Face folder. job: of the precision, None for bf16. vocabulary: entries with a token.
         temperature: of the sampling.
 
     Raises:
@@ -89,7 +88,7 @@ class Trainer:
     def __init__(
         self,
         folder: str | Path,
-        options: JetConfig | None,
+        job: Job | None,
         vocabulary: int,
         temperature: float,
         device: torch.device,
@@ -100,32 +99,32 @@ class Trainer:
         from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
         self._device, self._vocabulary, self._temperature = device, vocabulary, temperature
-        self._shared = options is not None and options.operations == "shared"
+        self._shared = job is not None and job.shared
         flash = device.type == "cuda" and is_flash_attn_2_available() and not self._shared
-        model = load_master(folder, options, attn_implementation="flash_attention_2" if flash else "sdpa")
+        model = load_master(folder, job, attn_implementation="flash_attention_2" if flash else "sdpa")
         for parameter in model.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)  # as FSDP casts it; buffers keep their type
         self._model = model = model.to(device).eval()
         try:
             self._family = models.family(model.config)
-            if options is not None and options.train != UNQUANTIZED:
-                plans = plan_linears(model.config, unfit_layers=options.unfit_layers)
-                replace_linears(model, plans, scale_rule=options.scale_rule, backward=options.backward)
+            if job is not None and job.quantizes("actor"):
+                rule, backward = job.options.scale_rule, job.options.backward
+                replace_linears(model, job.plans(model.config), scale_rule=rule, backward=backward)
             if self._shared:
-                share_operations(model, options.kv_cache)
+                share_operations(model, job.options.kv_cache)
         except models.Unsupported as error:
-            if options is None:
+            if job is None:
                 words = {"what": f"the model {folder}", "scope": "jetrl diff", "why": str(error)}
                 raise DiffError(refusal("model_of_a_command", **words)) from None
-            raise DiffError(model_refusal(error, str(folder), options.precision)) from None
+            raise DiffError(model_refusal(error, str(folder), job.options.precision)) from None
         except UnsupportedConfiguration as error:
             raise DiffError(str(error)) from None
         head = model.get_output_embeddings()
         # verl's own engine leaves a padded vocabulary unmasked.
-        if options is not None and head.weight.shape[0] > vocabulary:
+        if job is not None and head.weight.shape[0] > vocabulary:
             mask_unused_vocabulary(model, vocabulary)
         layers = model.get_decoder().layers
-        self._cached = options is not None and cache_traits(options.kv_cache).quantized
+        self._cached = job is not None and job.cache.quantized
         self.operations = operations(self._family, len(layers), self._shared, self._cached)
         self._tap: Tap = lambda operation, output: output
         self._layer: int | None = None

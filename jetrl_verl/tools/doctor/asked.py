@@ -29,7 +29,9 @@ def ask_kernels() -> dict[str, Any]:
     "slow_launches"}``; ``gap``: why the shared operations do not run here, ``library``: the Hopper kernels."""
     import torch
 
-    from jetrl_verl.config.environment import why_not_shared
+    from jetrl_verl.config.job import Job
+    from jetrl_verl.config.options import JetConfig
+    from jetrl_verl.config.workers import answer_here, gpu_complaint
     from jetrl_verl.kernels import OPERATIONS, describe_backends, platform_of
     from jetrl_verl.kernels.device.launch import slow_launches
     from jetrl_verl.kernels.dispatch import backends_on
@@ -60,7 +62,9 @@ def ask_kernels() -> dict[str, Any]:
             "unavailable": {name: reason for name in sorted(used) if (reason := why_not(name))},
             "elsewhere": [name for name in known if name not in used],
         }
-    facts = {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": why_not_shared()}
+    shared = Job(JetConfig("jet_fp8", train=FLOW, rollout=FLOW, operations="shared"))
+    gap = gpu_complaint(answer_here(), {"GPU": count}, shared).partition(". Set ")[0]
+    facts = {"cuda": torch.version.cuda, "gpus": gpus, "devices": devices, "gap": gap}
     return facts | {"library": _library(), "slow_launches": slow_launches()}
 
 

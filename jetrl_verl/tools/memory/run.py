@@ -14,9 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jetrl_verl.config.check import reader
-from jetrl_verl.config.environment import cache_message, model_overrides
-from jetrl_verl.config.operations import overridden_fields
+from jetrl_verl.config.composition import reader
+from jetrl_verl.config.model import cache_message, overridden_fields, overrides_of_trainer
 from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED, VLLM
 from jetrl_verl.config.support.table import TABLE, model_refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
@@ -124,7 +123,8 @@ def compose(words: Sequence[str]) -> DictConfig:
 def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]:
     """Effect and message of each setting, and of the model, that costs exactness in a job composed under ``jet_fp8``.
     The message is the one with which ``jet_fp8_exact`` refuses it (config/support)."""
-    get, overrides = reader(config), model_overrides(config)
+    get = reader(config)
+    overrides = overrides_of_trainer(get)
     automatic = get("jetrl.operations") == "auto"
 
     def as_exact(key: str) -> Any:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl_verl.config.environment import read_model
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config.model import read_model
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.models import UnsupportedLayer, family
@@ -128,7 +128,7 @@ def find_config(name: str) -> Mapping[str, Any]:
     the sizes of their model."""
     if Path(name).expanduser().is_dir():
         try:
-            return read_model(name)
+            return read_model(name).config
         except UnsupportedConfiguration as error:
             raise ToolError(str(error)) from None
     short = name.rstrip("/").rpartition("/")[2].lower().removesuffix("-2507")

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from transformers import Qwen3Config
 
 from jetrl_verl.algorithms.invariant_scaling import fold, fold_missing
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models import family
 from jetrl_verl.tools.demo.policy import build_tokenizer
@@ -60,9 +61,8 @@ def test_a_policy_with_a_scaling_factor_is_scaled_as_by_the_trainer(s, tmp_path)
         fold(expected.items(), s, family(model.config))
     fold_missing(model, 1.5)
     model.save_pretrained(tmp_path)
-    for name, tensor in load_master(
-        tmp_path, JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=s)
-    ).named_parameters():
+    job = Job(JetConfig("qurl_fp8", "bf16", "fp8", invariant_scaling=s))
+    for name, tensor in load_master(tmp_path, job).named_parameters():
         assert torch.equal(tensor.bfloat16(), expected[name].bfloat16()), name
 
 

@@ -1,0 +1,193 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a composed configuration once, on the driver, as Hydra composes it: validates the options, refuses what the
+table of support lists, decides ``jetrl.operations=auto``, and writes the job back as the ``jetrl`` node.
+
+Only what the shared operations cannot do makes ``auto`` ``stock``; what merely parts the last bits does not.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cache
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, UNQUANTIZED
+
+from .environment import installed_version, on_cpu
+from .job import Job
+from .model import overridden_fields, overrides_of_trainer, read_model
+from .options import PRECISIONS, JetConfig
+from .support.limits import PINS
+from .support.options import OPTION_ROWS
+from .support.row import Get, UnsupportedConfiguration, shown
+from .support.scopes import CORRECTION, MODEL, TENSOR_PARALLEL, VLLM
+from .support.table import model_clause, refusals, row, stock_because
+
+_TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "precision": PRECISIONS[1:],
+    "train": (*_TRAIN, UNQUANTIZED),
+    "rollout": (*FORMATS, UNQUANTIZED),
+    "scale_rule": SCALE_RULES,
+    "backward": (*_TRAIN, UNQUANTIZED),
+    "unfit_layers": ("stop", "skip"),
+    "ref": (UNQUANTIZED, *_TRAIN),
+    "critic": (UNQUANTIZED, *_TRAIN),
+    "contract_check": (True, False),
+    "metrics": (True, False),
+    "operations": ("auto", "stock", "shared"),
+    "int8_scales": ("sync", "first"),
+    "clip": ("fixed", "calibrated"),
+    "correction": ("fixed", "adaptive"),
+    "old_log_probs": ("compute", "rollout"),
+    "kv_cache": tuple(CACHES),
+    "gathered": ("pass", "batch"),
+}
+_POSITIVE: dict[str, Any] = {"clip_interval": int, "correction_scale": int | float, "invariant_scaling": int | float}
+
+
+def resolve(config: DictConfig) -> Job | None:
+    """The job of a composed config, which is also written back as its ``jetrl`` node.
+
+    Returns:
+        None for a config without that node (``precision=bf16``, or stock verl): it is verl's alone.
+
+    Raises:
+        UnsupportedConfiguration: the config cannot run.
+    """
+    if OmegaConf.select(config, "jetrl") is None:
+        return None
+    options, get = parse(config.jetrl), reader(config)
+    for refusal in refusals(get):
+        raise UnsupportedConfiguration(refusal)
+    why_stock = _why_stock(options, get)
+    if options.operations == "auto":
+        options = replace(options, operations="stock" if why_stock else "shared")
+        because = why_stock or "the shared operations cover the whole job"
+        _say(f"jetrl_verl: jetrl.operations=auto is {options.operations}, since {because}.")
+    versions = {package: installed_version(package) for package in PINS}
+    job = Job(options, why_stock, get(TENSOR_PARALLEL) or 1, versions)
+    OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
+    if options.old_log_probs == "rollout":
+        # verl's own switch; what it does not do, the check, comes with the rollout's config.
+        OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
+    return job
+
+
+def parse(node: Mapping[str, Any]) -> JetConfig:
+    """The options of a ``jetrl`` node: the only place that validates them.
+
+    Raises:
+        UnsupportedConfiguration: a key or value that does not exist, or a combination without a meaning.
+    """
+    known = [option.name for option in fields(JetConfig)]
+    for key in node:
+        if key not in (*known, "job"):  # `job` is of an earlier resolution, as in the saved config of a run
+            raise UnsupportedConfiguration(
+                f"jetrl.{key} is not supported with any precision: there is no such option. Set one of "
+                f"{', '.join(known)}."
+            )
+    if any(name not in node for name in ("precision", "train", "rollout")):
+        raise UnsupportedConfiguration(
+            "an option of the jetrl node is not supported with precision=bf16. Set precision="
+            f"<{'|'.join(PRECISIONS[1:])}>."
+        )
+    options = JetConfig(**{name: node[name] for name in known if name in node})
+    for name, choices in _CHOICES.items():
+        value = getattr(options, name)
+        # `1 in (True, False)` holds in Python; the type has to agree too.
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            raise _no_value(name, value, f"one of {', '.join(map(shown, choices))}")
+    for name, kind in _POSITIVE.items():
+        value = getattr(options, name)
+        if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
+            raise _no_value(name, value, "a positive number")
+    for refusal in refusals(lambda key: getattr(options, key.removeprefix("jetrl.")), OPTION_ROWS):
+        raise UnsupportedConfiguration(refusal)
+    return options
+
+
+def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:
+    return UnsupportedConfiguration(
+        f"jetrl.{name}={shown(value)} is not supported with any precision. Set jetrl.{name} to {choices}."
+    )
+
+
+def _why_stock(options: JetConfig, get: Get) -> str:
+    """Why operations are stock: the first thing that the shared ones do not cover, cheapest checks first.
+
+    Empty if they are shared. With a remedy only where ``jetrl.operations=shared`` would be accepted.
+    """
+    if options.operations == "shared":
+        return ""
+    if options.train == UNQUANTIZED:
+        return row("operations_of_a_baseline").reason
+    if options.operations == "stock":
+        return "jetrl.operations=stock"
+    for clause in stock_because(get):
+        return clause
+    return row("cpu").message().removesuffix(".") if on_cpu() else _uncovered_model(options, get)
+
+
+def _uncovered_model(options: JetConfig, get: Get) -> str:
+    """What the shared operations do not cover of the model, as far as it can be read without a copy."""
+    from jetrl_verl.models import Unsupported, family
+
+    path, trainer = get(f"{MODEL}.path"), overrides_of_trainer(get)
+    try:
+        model = read_model(path)
+        config = {} if model is None else model.config
+        for message in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
+            return message.removesuffix(".")
+        if config:
+            decoder = family(config)
+            decoder.check_operations(decoder.as_trained(config, trainer))
+    except UnsupportedConfiguration as unreadable:
+        # Without the remedy, which is for a run that asked for `shared`.
+        return str(unreadable).partition(". ")[0]
+    except Unsupported as uncovered:
+        return model_clause(uncovered, path, options.precision)
+    return ""
+
+
+@cache
+def _say(line: str) -> None:
+    """Once per process: Hydra composes a config twice before a run."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def reader(config: DictConfig) -> Get:
+    """Callable that reads a composed config; an argument of vLLM given as JSON is read like the mapping."""
+
+    def get(key: str) -> Any:
+        """Value at a dotted path as plain Python; ``None`` where a part is absent or still ``???``."""
+        if not f"{key}.".startswith(f"{VLLM}."):
+            return _plain(OmegaConf.select(config, key))
+        arguments = _plain(OmegaConf.select(config, VLLM))
+        value = None
+        if isinstance(arguments, Mapping):
+            value = {name: _parsed(argument) for name, argument in arguments.items()}
+        for name in filter(None, key.removeprefix(VLLM).split(".")):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return None if value == "???" else value
+
+    return get
+
+
+def _plain(value: Any) -> Any:
+    return OmegaConf.to_container(value, resolve=True) if isinstance(value, DictConfig | ListConfig) else value
+
+
+def _parsed(argument: Any) -> Any:
+    """The mapping or list that an argument is the JSON of, else the argument."""
+    if isinstance(argument, str) and argument.lstrip()[:1] in ("{", "["):
+        try:
+            return json.loads(argument)
+        except ValueError:
+            pass
+    return argument

@@ -1,0 +1,103 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a run is, as one frozen object. ``composition.resolve`` makes it on the driver; workers, trainer, rollout and
+tools rebuild it from the ``jetrl`` node. Imports neither torch nor verl nor vLLM.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, CacheTraits, cache_traits
+
+from .options import JetConfig
+from .support.table import refuse
+
+if TYPE_CHECKING:
+    from jetrl_verl.models.plan import LinearPlan
+
+ROLLOUT_OPTIONS = (
+    "precision",
+    "scale_rule",
+    "unfit_layers",
+    "contract_check",
+    "operations",
+    "reduction",
+    "kv_cache",
+)
+"""Options that travel to vLLM, inside its ``quantization_config``."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        options: of the run; ``operations`` is ``stock`` or ``shared``.
+        why_stock: why operations are stock, a clause; empty if they are shared.
+        rollout_ranks: tensor-parallel size of the rollout; with a model's shapes it decides which layers fit.
+        versions: installed release of each pinned package, on the driver.
+    """
+
+    options: JetConfig
+    why_stock: str = ""
+    rollout_ranks: int = 1
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, node: "Mapping[str, Any] | Job | None") -> "Job":
+        """The job of a resolved ``jetrl`` node; nothing is validated again. A ``Job`` is returned as it is.
+
+        Raises:
+            UnsupportedConfiguration: there is no node, or ``composition.resolve`` never read it.
+        """
+        if isinstance(node, Job):
+            return node
+        if node is None or "job" not in node:
+            refuse("class_without_options", what="a jetrl node that is absent or was not resolved")
+        options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
+        return cls(options, **(dict(node["job"]) | {"versions": dict(node["job"]["versions"])}))
+
+    def as_dict(self) -> dict[str, Any]:
+        """The ``jetrl`` node: the options, and the rest under ``job``, as plain Python values."""
+        facts = asdict(self)
+        return {**facts.pop("options"), "job": facts}
+
+    @property
+    def shared(self) -> bool:
+        """Whether the actor and the rollout run the shared operations."""
+        return self.options.operations == "shared"
+
+    @property
+    def cache(self) -> CacheTraits:
+        """The rollout's KV cache."""
+        return cache_traits(self.options.kv_cache)
+
+    def quantizes(self, role: str) -> bool:
+        """Whether the linear layers of the ``actor``, ``ref`` or ``critic`` run in the format of the flow."""
+        return getattr(self.options, "train" if role == "actor" else role) != UNQUANTIZED
+
+    def plans(self, model: Any, role: str = "actor") -> "dict[str, LinearPlan]":
+        """Which linear layers of a model are quantized; the actor's are those of the rollout. See ``plan_linears``.
+
+        Args:
+            model: Hugging Face configuration, object or mapping. role: ``actor``, ``ref`` or ``critic``.
+        """
+        from jetrl_verl.models.plan import plan_linears
+
+        return plan_linears(
+            model,
+            1 if role == "critic" else self.rollout_ranks,
+            unfit_layers=self.options.unfit_layers,
+            format_name=self.options.rollout if role == "actor" else FLOW,
+        )
+
+    def for_vllm(self) -> dict[str, Any]:
+        """What vLLM's quantization method reads, as plain values."""
+        return {name: getattr(self.options, name) for name in ROLLOUT_OPTIONS}
+
+    def facts(self) -> dict[str, str]:
+        """What runs, for reports: the precision is a preset, whose options the user may have changed."""
+        names = ("precision", "train", "rollout", "operations")
+        stock = {} if self.shared else {"stock operations because": self.why_stock}
+        return {name: getattr(self.options, name) for name in names} | stock

@@ -1,0 +1,294 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a job's models in the driver and checks that the job can run them; the rows are in ``support/machine.py``.
+
+A remote path is read through verl's own copy. A hub name without a network is left to the workers.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetrl_verl.formats.catalog import FLOW, CacheTraits
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+
+from .support.row import Get, UnsupportedConfiguration
+from .support.scopes import ATTENTION, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
+from .support.table import explained, refusal, refuse, row
+
+if TYPE_CHECKING:
+    from .job import Job
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model that the driver can read.
+
+    Attributes:
+        path: as configured; messages name it. folder: with its files; None for a hub name.
+        config: its configuration, with the defaults of a type that we know.
+    """
+
+    path: str
+    folder: Path | None
+    config: Mapping[str, Any]
+
+
+def read_model(path: str | None) -> ModelFiles | None:
+    """The model at ``path``; None for a remote path, and for a hub name of which the hub has no answer.
+
+    Raises:
+        UnsupportedConfiguration: a local folder that is missing, or whose ``config.json`` cannot be read.
+    """
+    return None if path is None or "://" in str(path) else _read(str(path), str(path))
+
+
+def copy_model(path: str | None, key: str) -> ModelFiles | None:
+    """As :func:`read_model`, but a remote path is copied first, as the workers do, which then find the copy.
+
+    verl's ``use_shm`` would copy it once more, into this machine's memory, to no use here.
+
+    Args:
+        key: of the configuration, for messages.
+    """
+    if path is None:
+        return None
+    from verl.utils.fs import copy_to_local
+
+    try:
+        local = copy_to_local(path)
+        why = "" if "://" not in path or Path(local).is_dir() else f"verl's copy left no folder at {local}"
+    except Exception as error:  # whatever a file system raises
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+    if why:
+        raise UnsupportedConfiguration(
+            f"the model {path} cannot be copied to the driver's machine ({why}). Set {key} to a path that can."
+        )
+    return _read(path, local)
+
+
+def _read(path: str, local: str) -> ModelFiles | None:
+    folder = Path(local).expanduser()
+    if folder.is_dir():
+        config_file = folder / "config.json"
+    elif folder.is_absolute() or local.startswith((".", "~")):
+        raise UnsupportedConfiguration(
+            f"the model folder {path} does not exist. Set actor_rollout_ref.model.path to a folder that does."
+        )
+    else:
+        config_file, folder = _hub_config(local), None
+        if config_file is None:
+            return None
+
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    from jetrl_verl.models import model_types
+
+    try:
+        model = json.loads(config_file.read_text())
+        if model.get("model_type") in model_types():
+            # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
+            model = AutoConfig.from_pretrained(config_file.parent).to_dict()
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise UnsupportedConfiguration(
+            f"{config_file} is not a readable model config ({type(error).__name__}). Set "
+            "actor_rollout_ref.model.path to a complete Hugging Face folder."
+        ) from None
+    return ModelFiles(path, folder, model)
+
+
+def _hub_config(name: str) -> Path | None:
+    """``config.json`` of a hub model, cached or downloaded, as verl would; ``None`` where the hub has no answer."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(name, "config.json", etag_timeout=5))
+    except (HfHubHTTPError, OSError, ValueError):
+        # No network, no such model, not a hub name: verl says so itself when it loads the model.
+        return None
+
+
+def overrides_of_trainer(get: Get) -> dict[str, Any]:
+    """A job's overrides of the trainer's copy of the model's configuration, as verl reads them."""
+    overrides = get(f"{MODEL}.override_config") or {}
+    return overrides.get("model_config", overrides)
+
+
+def overridden_fields(
+    model: Mapping[str, Any], trainer: Mapping[str, Any], rollout: Mapping[str, Any]
+) -> Iterator[str]:
+    """Messages about fields that the shared operations read and that one side overrides.
+
+    Args:
+        model: configuration of the model; empty where it cannot be read, and then every override counts.
+        trainer, rollout: what is overridden in the copy of either side.
+    """
+    from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import SHARED_FIELDS
+
+    dropouts = family(model).dropouts if model else ()
+    for where, overrides in ((f"{MODEL}.override_config", trainer), (f"{VLLM}.hf_overrides", rollout)):
+        for key, value in overrides.items():
+            # Without dropout the trainer computes what the rollout does.
+            silenced = key in dropouts and value == 0
+            if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
+                yield row("overridden_model").message(why=f"{where} overrides {key} of the model")
+
+
+def check_models(job: "Job", get: Get) -> None:
+    """Check the models of a job, of which remote ones are copied: files, shapes, operations, ranks, attention."""
+    if (model := copy_model(get(f"{MODEL}.path"), f"{MODEL}.path")) is not None:
+        overrides = overrides_of_trainer(get)
+        check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",), overrides)
+        if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
+            raise UnsupportedConfiguration(message)
+        for key in REPLICAS:
+            check_replicas(model, key, get(key) or 1)
+        for key in ULYSSES:
+            check_ulysses(job, model, key, get(key) or 1)
+        if get(ATTENTION) == JETRL_ATTENTION:
+            check_attention(model, overrides)
+        if get(f"{MODEL}.use_fused_kernels"):
+            check_vocabulary(model)
+    ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
+    if not (ulysses or job.quantizes("critic")):
+        return
+    if (critic := copy_model(get("critic.model.path"), "critic.model.path")) is not None:
+        for key, ranks in ulysses.items():
+            check_ulysses(job, critic, key, ranks)
+        if job.quantizes("critic"):
+            check_model(job, critic, ("critic",))
+
+
+def check_model(
+    job: "Job",
+    model: ModelFiles,
+    roles: tuple[str, ...] = ("actor",),
+    overrides: Mapping[str, Any] | None = None,
+) -> None:
+    """Check a model: its weight files open, it is unquantized, its shapes fit, and its operations are covered.
+
+    Args:
+        roles: ``actor``, ``ref`` or ``critic``; the actor alone runs the shared operations.
+        overrides: what the trainer changes in its copy of the configuration.
+    """
+    if model.folder is not None:
+        _check_weight_files(model.folder)
+    # Not at the top: the checks of versions have to run where importing torch fails.
+    from jetrl_verl.models import family
+
+    options, shared = job.options, job.shared and "actor" in roles
+    if model.config.get("quantization_config"):
+        refuse("quantized_checkpoint", precision=options.precision, what=f"the model {model.path}")
+    with explained(model.path, options.precision):
+        for role in roles:
+            job.plans(model.config, role)
+        decoder = family(model.config)
+        if shared:
+            decoder.check_operations(decoder.as_trained(model.config, overrides or {}))
+    if decoder.experts is not None and options.train == FLOW:
+        if not shared:
+            refuse("mixture_with_stock_operations", what=f"the mixture of experts {model.path}")
+        if options.backward != FLOW:
+            refuse("mixture_with_bf16_backward", what=f"the mixture of experts {model.path}")
+
+
+def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> str:
+    """Why a quantized KV cache has no kernel for a model; empty where it has."""
+    from jetrl_verl.models import family
+
+    decoder, heads = family(model), model["num_attention_heads"]
+    group = heads // (model.get("num_key_value_heads") or heads)
+    head_dim, most = decoder.head_dim(model), cache.most_query_heads
+    for why, met in (
+        (f"its heads are of {head_dim}, and a scale is for {cache.head_dim}", head_dim != cache.head_dim),
+        (f"a KV head has {group} query heads, and the kernel computes {most}", group > most),
+        ("its layers attend to windows", decoder.slides(model)),
+    ):
+        if met:
+            return refusal("model_of_an_fp8_cache", what=f"the model {path}", why=why)
+    return ""
+
+
+def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
+    """Refuse a mixture of experts in one server of several data-parallel replicas: vLLM deals its experts over them."""
+    from jetrl_verl.models import family
+
+    if replicas > 1 and family(model.config).experts is not None:
+        refuse("mixture_over_replicas", what=f"the mixture of experts {model.path}", scope=f"{key}={replicas}")
+
+
+def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
+    """Refuse a number of ranks over which the model's heads cannot be dealt, as verl's workers would."""
+    heads = model.config["num_attention_heads"]
+    kv_heads = model.config.get("num_key_value_heads") or heads
+    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
+        why = f"its {heads} heads over {kv_heads} key heads are not divided by that many ranks"
+        what = f"{key}={ranks} with the model {model.path}"
+        remedy = f"Set {key} to a divisor of both, or of the heads and a multiple of the key heads"
+        refuse("ulysses_of_the_heads", precision=job.options.precision, what=what, why=why, remedy=remedy)
+
+
+def check_attention(model: ModelFiles, overrides: Mapping[str, Any]) -> None:
+    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of a model; ``overrides`` are the trainer's."""
+    from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import read
+
+    decoder = family(model.config)
+    trained = decoder.as_trained(model.config, overrides)
+    if decoder.slides(trained):
+        refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,")
+    if rate := read(trained, "attention_dropout", 0.0):
+        refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}")
+
+
+def check_vocabulary(model: ModelFiles) -> None:
+    """Refuse ``model.use_fused_kernels`` for a model in a folder whose vocabulary is larger than its tokenizer.
+
+    The fused kernel computes log-probabilities without lm_head's module, which is where the trainer masks the entries
+    that the rollout masks.
+    """
+    if model.folder is None:
+        return
+    from transformers import AutoTokenizer
+
+    padding = model.config["vocab_size"] - len(AutoTokenizer.from_pretrained(model.folder))
+    if padding > 0:
+        refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(padding, model.path))
+
+
+def padding_words(entries: int, path: str | None) -> dict[str, str]:
+    """Words of the message for a model with ``entries`` of its vocabulary without a token."""
+    scope = f"the {entries} entries of its vocabulary without a token"
+    return {"scope": scope, "why": f"{path} would leave them unmasked in the trainer alone"}
+
+
+def _check_weight_files(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if index.exists():
+        try:
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise UnsupportedConfiguration(
+                f"{index} is not a readable weight index ({type(error).__name__}). Copy the model folder again."
+            ) from None
+    if not files and not list(folder.glob("*.bin")):
+        raise UnsupportedConfiguration(
+            f"the model folder {folder} holds no weights (*.safetensors). Set "
+            "actor_rollout_ref.model.path to a complete folder."
+        )
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedConfiguration(
+                f"the weight file {file} is missing or damaged ({type(error).__name__}). Copy the model folder again."
+            ) from None

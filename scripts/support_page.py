@@ -59,7 +59,8 @@ NOTES = (
 
 EVERYWHERE = "Refused at the command line; with every precision but `bf16`, where the table says no other."
 IN_THE_DRIVER = (
-    "Refused in the driver, before Ray starts; with every precision but `bf16`, where the table says no other."
+    "Refused in the driver, before Ray starts, and what GPUs the cluster has right after; with every precision but "
+    "`bf16`, where the table says no other."
 )
 
 
@@ -87,7 +88,7 @@ SECTIONS = (
         of(SHARED),
     ),
     (
-        "What the driver cannot know",
+        "What `auto` decides by default",
         "Under `jetrl.operations=auto` these make the operations `stock`; `jetrl.operations=shared` is accepted.",
         of(AUTO),
     ),

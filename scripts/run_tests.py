@@ -25,7 +25,6 @@ ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes"), ("rollout",), ("tools",), ("train",))
 """Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
 PROCESSOR = (
-    "tests/algorithms/test_shadow_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",
     "tests/kernels/test_reproducible_on_cpu.py",
     "tests/kernels/test_shared_operations_on_cpu.py",
@@ -33,6 +32,7 @@ PROCESSOR = (
     "tests/reference",
     "tests/sync",
     "tests/train/test_exact_trainer_on_cpu.py",
+    "tests/train/test_shadow_on_cpu.py",
 )
 """What compares floating point most closely. ``make test-all`` runs it under the narrowest instructions, too: sums
 round in another order there. None of it compiles with Inductor, which needs vectors (torch 2.11)."""

@@ -23,6 +23,8 @@ class Traits:
         label: its name in messages and tables.
         module: of this package, with the ``FORMAT`` object.
         scale_rules: supported values of ``jetrl.scale_rule``.
+        block: side of the square of a weight that no shard cuts; the contract check has one sum of each.
+        mixtures: whether it has the products of a mixture's experts.
         trains: whether the trainer may run forward and backward in it.
         keeps_scales: whether weights may keep the scales of the first weight sync (``jetrl.int8_scales=first``).
         measured: whether metrics report what rounding loses (metrics/quantization.py).
@@ -33,6 +35,8 @@ class Traits:
     label: str
     module: str
     scale_rules: tuple[str, ...]
+    block: int
+    mixtures: bool = False
     trains: bool = False
     keeps_scales: bool = False
     measured: bool = False
@@ -47,6 +51,8 @@ FORMATS: dict[str, Traits] = {
             label="FP8",
             module="block_fp8",
             scale_rules=("fp32", "pow2"),
+            block=128,
+            mixtures=True,
             trains=True,
             measured=True,
             exports=True,
@@ -56,6 +62,7 @@ FORMATS: dict[str, Traits] = {
             label="INT8",
             module="channel_int8",
             scale_rules=("fp32",),
+            block=128,
             keeps_scales=True,
         ),
     )

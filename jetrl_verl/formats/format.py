@@ -78,6 +78,12 @@ class Format(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def check_rule(self, rule: str) -> None:
+        """Raise ``ValueError`` unless the format has this scale rule."""
+        if rule not in self.traits.scale_rules:
+            rules = ", ".join(self.traits.scale_rules)
+            raise ValueError(f"unknown scale rule {rule!r} of {self.traits.label}; choose one of {rules}")
+
     # Quantize and multiply
 
     @abstractmethod

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples of a mixture's experts for the quantization metrics, with the expert of each row.
 
-They are exact as in quantization.py: a 128x128 block of each expert's weight, rows of tokens before the experts, rows
+They are exact as in quantization.py: a block of each expert's weight, rows of tokens before the experts, rows
 of pairs before the down projection, and of both gradients a group of 128 rows of one expert's segment. Gate and up's
 gradient exists in one kernel's registers only, so it is recomputed from operands handed over in backward
 (``JetExperts.on_backward``).
@@ -21,7 +21,7 @@ from jetrl_verl.kernels.weighted_silu_mul import gradients_of_rows
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.nn.experts import JetExperts
-from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments
+from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
 
 
 class Sample(NamedTuple):
@@ -59,15 +59,20 @@ class SampledExperts:
     def experts(self) -> int:
         return self.down.experts
 
+    @property
+    def block(self) -> int:
+        return self.number_format.traits.block
+
     def weights(self, step: int) -> Iterator[Sample]:
         """One block of each expert's weights, which depends on ``step``."""
+        block = self.block
         for plan in (self.gate_up, self.down):
             weight = getattr(self.module, leaf(plan.suffix)).detach()
-            across, place = plan.k // BLOCK, step * 7919 % (plan.n // BLOCK * (plan.k // BLOCK))
-            row, column = place // across * BLOCK, place % across * BLOCK
-            blocks = weight[:, row : row + BLOCK, column : column + BLOCK].to(torch.bfloat16).flatten(0, 1)
+            across, place = plan.k // block, step * 7919 % (plan.n // block * (plan.k // block))
+            row, column = place // across * block, place % across * block
+            blocks = weight[:, row : row + block, column : column + block].to(torch.bfloat16).flatten(0, 1)
             q = self.number_format.quantize_weight(blocks, self.rule)
-            owners = torch.arange(self.experts, device=blocks.device).repeat_interleave(BLOCK)
+            owners = torch.arange(self.experts, device=blocks.device).repeat_interleave(block)
             yield Sample(plan.kind, "W", blocks, q, self.number_format.dequantize_weight(q), owners)
 
     def inputs(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Iterator[Sample]:
@@ -99,8 +104,8 @@ class SampledExperts:
         """
         if not isinstance(self.module, JetExperts):
             return None
-        segments, k = kernels.segments(chosen.to(torch.int32), self.experts, BLOCK), chosen.shape[1]
-        place, owner = _group(segments, step)
+        segments, k = kernels.segments(chosen.to(torch.int32), self.experts, self.block), chosen.shape[1]
+        place, owner = _group(segments, step, self.block)
         pair = segments.pair[place]
 
         def samples(gradient: torch.Tensor) -> Iterator[Sample]:
@@ -113,7 +118,7 @@ class SampledExperts:
         self, dh: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, segments: Segments, step: int
     ) -> Iterator[Sample]:
         """Inputs of gate and up's DGrad and WGrad, one group of rows; arguments of ``JetExperts.on_backward``."""
-        place, owner = _group(segments, step)
+        place, owner = _group(segments, step, self.block)
         rows, _ = gradients_of_rows(dh[place], gate_up[place], weights, segments.pair[place])
         yield from self._gradient(self.gate_up.kind, rows, owner)
 
@@ -125,11 +130,10 @@ class SampledExperts:
             yield Sample(kind, tensor, values, q, restored, owner.expand(len(values)))
 
 
-def _group(segments: Segments, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows ``[128]`` of one group, selected by ``step``, and its expert ``[1]``; on the device, which alone knows their
-    number."""
-    group = step * 7919 % (segments.start[-1].long() // BLOCK).clamp(min=1)
-    place = group * BLOCK + torch.arange(BLOCK, device=segments.pair.device)
+def _group(segments: Segments, step: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows ``[size]`` of one group, selected by ``step``, and its expert ``[1]``; on the device, unsynchronized."""
+    group = step * 7919 % (segments.start[-1].long() // size).clamp(min=1)
+    place = group * size + torch.arange(size, device=segments.pair.device)
     return place, torch.searchsorted(segments.start[1:].long(), place[:1], right=True)
 
 

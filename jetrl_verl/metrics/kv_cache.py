@@ -19,6 +19,7 @@ from jetrl_verl.models.families.base import place
 from jetrl_verl.nn.attention import AttentionCore
 
 KIND = "kv_cache"
+SAMPLED_TOKENS = 128
 
 
 class KVCacheSampler:
@@ -56,7 +57,7 @@ class KVCacheSampler:
         # Activation checkpointing calls a layer twice, and a pass has many micro-batches.
         if torch.compiler.is_compiling() or k.numel() == 0 or ("K", index) in self._tallies:
             return
-        k, v = sampled_rows(k.detach(), self._passes), sampled_rows(v.detach(), self._passes)
+        k, v = (sampled_rows(heads.detach(), self._passes, SAMPLED_TOKENS) for heads in (k, v))
         for heads in core.kv_cache.stored(k, v):
             sums = tally(core.kv_cache, heads.values, heads.qdata, heads.restored)
             self._tallies[heads.tensor, index] = torch.cat([sums, core.kv_cache.saturated(heads)[None]])

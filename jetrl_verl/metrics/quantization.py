@@ -115,7 +115,7 @@ class QuantizationSampler:
         return self._rows(matrix).to(torch.bfloat16)
 
     def _rows(self, matrix: torch.Tensor) -> torch.Tensor:
-        return sampled_rows(matrix.detach().flatten(0, -2), self._passes)
+        return sampled_rows(matrix.detach().flatten(0, -2), self._passes, self._format.traits.block)
 
     def _add(self, kind: str, tensor: str, values: torch.Tensor, q: QuantizedTensor, restored: torch.Tensor) -> None:
         sums = tally(self._format, values, q.qdata, restored)

@@ -8,7 +8,6 @@ import torch
 
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.format import Format
-from jetrl_verl.reference import BLOCK
 
 SAMPLED_LAYERS = 4
 """Most decoder layers measured, spread evenly from the first to the last."""
@@ -21,11 +20,11 @@ def sampled_layers(layers: Iterable[int]) -> list[int]:
     return sorted({places[round(i * (len(places) - 1) / max(count - 1, 1))] for i in range(count)})
 
 
-def sampled_rows(rows: torch.Tensor, step: int) -> torch.Tensor:
-    """One group of 128 of the rows ``[M, ...]``, which depends on ``step`` and M alone."""
+def sampled_rows(rows: torch.Tensor, step: int, group: int) -> torch.Tensor:
+    """One group of the rows ``[M, ...]``, which depends on ``step`` and M alone."""
     # A prime step visits every group in turn for usual numbers of groups.
-    start = step * 7919 % -(-len(rows) // BLOCK) * BLOCK
-    return rows[start : start + BLOCK]
+    start = step * 7919 % -(-len(rows) // group) * group
+    return rows[start : start + group]
 
 
 def tally(

@@ -2,18 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which linear layers of a decoder are quantized, on both sides or on neither, from its configuration and TP size.
 
-A 128x128 block never crosses a shard: each tensor-parallel shard, and each piece of a projection that vLLM merges
-(q/k/v, gate/up), must be a multiple of 128 in both dimensions, and merged pieces are quantized together or not at all.
+A format's block never crosses a shard: each tensor-parallel shard, and each piece of a projection that vLLM merges
+(q/k/v, gate/up), must be a multiple of it in both dimensions, and merged pieces are quantized together or not at all.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, traits_of
 from jetrl_verl.models.families import family
 from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, place, read
-from jetrl_verl.reference.constants import BLOCK
 
 
 @dataclass(frozen=True)
@@ -25,8 +24,8 @@ class LinearPlan:
         kind: of vLLM's layer that it is part of; metrics group by it.
         n, k: output and input features of the whole layer.
         shard_n, shard_k: the same per tensor-parallel rank.
-        quantized: on both sides.
-        reason: why not; empty if it is.
+        format_name: of its weight on both sides; ``UNQUANTIZED`` if it is not quantized.
+        reason: why it is not; empty if it is.
         experts: experts of a mixture stacked in this parameter; 1 for a linear layer.
     """
 
@@ -36,28 +35,34 @@ class LinearPlan:
     k: int
     shard_n: int
     shard_k: int
-    quantized: bool
+    format_name: str
     reason: str = ""
     experts: int = 1
 
+    @property
+    def quantized(self) -> bool:
+        """Whether its weight is quantized, on both sides."""
+        return self.format_name != UNQUANTIZED
 
-def _unfit(shapes: Mapping[str, Shape], pieces: Iterable[str], tp: int) -> str:
-    """Why one of ``pieces`` does not divide into 128x128 blocks on each of ``tp`` ranks; empty if all do."""
+
+def _unfit(shapes: Mapping[str, Shape], pieces: Iterable[str], tp: int, block: int) -> str:
+    """Why one of ``pieces`` does not divide into blocks on each of ``tp`` ranks; empty if all do."""
     for name in pieces:
         n, k, shard_n, shard_k = shapes[name]
-        if n % shard_n or k % shard_k or shard_n % BLOCK or shard_k % BLOCK:
+        if n % shard_n or k % shard_k or shard_n % block or shard_k % block:
             return (
                 f"layer {name} has shards of shape [{shard_n}, {shard_k}] (whole [{n}, {k}], tensor parallel "
-                f"size {tp}) and both must be multiples of {BLOCK}"
+                f"size {tp}) and both must be multiples of {block}"
             )
     return ""
 
 
-def _largest(decoder: Family, hf_config: Any, tp: int, quantized: bool) -> int | None:
-    """The largest divisor of ``tp`` below it at which the heads and, if ``quantized``, all layers fit; else None."""
+def _largest(decoder: Family, hf_config: Any, tp: int, block: int | None) -> int | None:
+    """The largest divisor of ``tp`` below it at which the heads and, if quantized in blocks, all layers fit."""
     for size in (size for size in range(tp - 1, 0, -1) if tp % size == 0):
         shapes = decoder.shapes(hf_config, size)
-        if decoder.divides_heads(hf_config, size) and not (quantized and _unfit(shapes, decoder.projections, size)):
+        fits = block is None or not _unfit(shapes, decoder.projections, size, block)
+        if fits and decoder.divides_heads(hf_config, size):
             return size
     return None
 
@@ -81,12 +86,12 @@ def plan_linears(
         UnsupportedLayer: unknown architecture; heads that do not divide by ``tp``; a shape that does not fit, under
             ``"stop"`` or of experts; no projection left under ``"skip"``.
     """
-    decoder = family(hf_config)
+    decoder, traits = family(hf_config), traits_of(format_name)
     decoder.check(hf_config)
     if not decoder.divides_heads(hf_config, tp):
         heads = read(hf_config, "num_attention_heads")
-        largest = _largest(decoder, hf_config, tp, format_name != UNQUANTIZED and unfit_layers != "skip")
-        largest = largest or _largest(decoder, hf_config, tp, False)
+        largest = _largest(decoder, hf_config, tp, traits.block if traits and unfit_layers != "skip" else None)
+        largest = largest or _largest(decoder, hf_config, tp, None)
         raise UnsupportedLayer(
             f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
             f"ranks of the rollout, as they are by {largest}",
@@ -96,29 +101,30 @@ def plan_linears(
     shapes = decoder.shapes(hf_config, tp)
     plans: dict[str, LinearPlan] = {}
     experts = decoder.experts.number(hf_config) if decoder.experts is not None else 1
-    if decoder.experts is not None and format_name != FLOW:
+    if decoder.experts is not None and not (traits and traits.mixtures):
         raise UnsupportedLayer(
             f"experts are products of the FP8 flow alone, and linear layers are in {format_name}",
             "mixture_of_another_format",
         )
-    if format_name == UNQUANTIZED:
+    if traits is None:
         for linear in decoder.linears:
             for name in linear.pieces:
-                plans[name] = LinearPlan(name, linear.kind, *shapes[name], False, "no linear layer is quantized")
+                plans[name] = LinearPlan(name, linear.kind, *shapes[name], UNQUANTIZED, "no linear layer is quantized")
         return plans
     first = ""
     for linear in decoder.linears:
-        reason = _unfit(shapes, linear.pieces, tp)
+        reason = _unfit(shapes, linear.pieces, tp, traits.block)
         if reason and (linear.experts or unfit_layers != "skip"):
             of = "expert" if linear.experts else "layer"
-            largest = _largest(decoder, hf_config, tp, True)
+            largest = _largest(decoder, hf_config, tp, traits.block)
             if largest is None:
                 raise UnsupportedLayer(reason, f"{of}_shape")
             raise UnsupportedLayer(f"{reason}, as they are over {largest}", f"{of}_shard_shape", largest)
         first = first or reason
         for name in linear.pieces:
             count = experts if linear.experts else 1
-            plans[name] = LinearPlan(name, linear.kind, *shapes[name], not reason, reason, count)
+            number_format = UNQUANTIZED if reason else format_name
+            plans[name] = LinearPlan(name, linear.kind, *shapes[name], number_format, reason, count)
     if not any(plan.quantized for plan in plans.values()):
         raise UnsupportedLayer(f"none of its linear layers fits the FP8 flow ({first})", "no_layer_fits")
     return plans

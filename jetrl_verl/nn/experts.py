@@ -22,12 +22,12 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from jetrl_verl import formats, kernels
+from jetrl_verl import kernels
 from jetrl_verl.formats.block_fp8 import BlockFP8
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
-from jetrl_verl.reference import BLOCK, QuantizedTensor, ScaleRule, Segments, check_rule
+from jetrl_verl.reference import QuantizedTensor, ScaleRule, Segments
 
 
 class _ExpertsFunction(torch.autograd.Function):
@@ -44,7 +44,7 @@ class _ExpertsFunction(torch.autograd.Function):
     ):
         ctx.layer, ctx.x_shape = layer, x.shape
         operands = quantized, weights, segments, gate_up_weight, down_weight
-        out, gate_up, product = layer.forward_rows(*operands, align=BLOCK)
+        out, gate_up, product = layer.forward_rows(*operands, align=layer.format.traits.block)
         ctx.save_for_backward(*quantized, weights, *segments, gate_up, *product, gate_up_weight, down_weight)
         return out.reshape(x.shape)
 
@@ -105,25 +105,28 @@ class JetExperts(nn.Module):
     on_backward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Segments], None] | None = None
 
     @classmethod
-    def replace(cls, experts: nn.Module, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1) -> "JetExperts":
+    def replace(
+        cls, experts: nn.Module, number_format: BlockFP8, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1
+    ) -> "JetExperts":
         """Turn ``experts``, with the names of ``mixture``, into this class in place.
 
         Raises:
-            ValueError: an unknown scale rule, or dimensions that are no multiples of 128.
+            ValueError: a scale rule that the format does not have, or dimensions that are no multiples of its block.
         """
-        check_rule(scale_rule)
+        number_format.check_rule(scale_rule)
+        block = number_format.traits.block
         gate_up, down = leaf(mixture.gate_up), leaf(mixture.down)
         _, hidden, inner = shape = tuple(getattr(experts, down).shape)
-        if inner % (BLOCK * ranks) or hidden % BLOCK:
+        if inner % (block * ranks) or hidden % block:
             raise ValueError(
-                f"experts of shape {shape} do not divide into blocks of {BLOCK} on {ranks} ranks of the rollout"
+                f"experts of shape {shape} do not divide into blocks of {block} on {ranks} ranks of the rollout"
             )
         experts.stock_class = type(experts)
         experts.__class__ = cls
         experts.__dict__["_caches"] = {gate_up: WeightCache(), down: WeightCache()}
         experts.scale_rule = scale_rule
         experts.ranks = ranks
-        experts.format = formats.get(formats.FLOW)
+        experts.format = number_format
         experts.gate_up_name, experts.down_name = gate_up, down
         return experts
 
@@ -202,7 +205,7 @@ class JetExperts(nn.Module):
         x = quantize_input(hidden_states, self.format, self.scale_rule)
         training = torch.is_grad_enabled()
         gate_up_weight, down_weight = getattr(self, self.gate_up_name), getattr(self, self.down_name)
-        align = BLOCK if training else 1
+        align = self.format.traits.block if training else 1
         segments = kernels.segments(top_k_index.to(torch.int32), down_weight.shape[0], align)
         weights = top_k_weights.float()
         if not training:

@@ -7,7 +7,7 @@ Saved for backward are X in FP8, 1.03 bytes an element instead of 2, and the wei
 qdata and their re-layout. A weight is quantized once while it is in place (nn/weight_cache.py), within a backward pass
 together with the transpose for DGrad.
 
-``backward="bf16"`` is QaRL's choice (arXiv 2604.07853): the same FProp, straight-through BF16 gradients from a saved
+A BF16 backward is QaRL's choice (arXiv 2604.07853): the same FProp, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
 """
 
@@ -18,15 +18,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _global_parameter_registration_hooks, _has_any_global_hook
 
-from jetrl_verl import formats
 from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.weight_cache import WeightCache
-from jetrl_verl.reference import QuantizedTensor, ScaleRule, check_rule
-
-BACKWARDS = (formats.FLOW, formats.UNQUANTIZED)
-"""Precisions of DGrad and WGrad."""
+from jetrl_verl.reference import QuantizedTensor, ScaleRule
 
 
 class SharedColwise:
@@ -166,20 +163,23 @@ class JetLinear(nn.Linear):
     stock_class = nn.Linear
 
     @classmethod
-    def replace(cls, linear: nn.Linear, *, scale_rule: ScaleRule, backward: str, ranks: int = 1) -> "JetLinear":
-        """Turn ``linear`` into this class in place.
+    def replace(
+        cls, linear: nn.Linear, number_format: BlockFP8, *, scale_rule: ScaleRule, backward: str, ranks: int = 1
+    ) -> "JetLinear":
+        """Turn ``linear`` into this class in place. ``backward``: of DGrad and WGrad, the format's name or ``"bf16"``.
 
         Raises:
-            ValueError: an unknown scale rule or backward precision.
+            ValueError: a scale rule that the format does not have, an unknown backward precision.
         """
-        check_rule(scale_rule)
-        if backward not in BACKWARDS:
-            raise ValueError(f"{backward!r} is not a backward precision. Set one of {', '.join(BACKWARDS)}.")
+        number_format.check_rule(scale_rule)
+        backwards = number_format.traits.name, UNQUANTIZED
+        if backward not in backwards:
+            raise ValueError(f"{backward!r} is not a backward precision. Set one of {', '.join(backwards)}.")
         linear.__class__ = cls
         linear.scale_rule = scale_rule
         linear.ranks = ranks
-        linear.quantized_backward = backward != formats.UNQUANTIZED
-        linear.format = formats.get(formats.FLOW)
+        linear.quantized_backward = backward != UNQUANTIZED
+        linear.format = number_format
         linear._cache = WeightCache()
         return linear
 
@@ -248,7 +248,7 @@ class JetLinear(nn.Linear):
         return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, None, self.weight, self.bias)
 
     def extra_repr(self) -> str:
-        backward = BACKWARDS[not self.quantized_backward]
+        backward = self.format.traits.name if self.quantized_backward else UNQUANTIZED
         ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
         return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}{ranks}"
 

@@ -18,26 +18,27 @@ from jetrl_verl.reference import ScaleRule
 
 
 def replace_linears(
-    model: nn.Module, plans: Mapping[str, LinearPlan], *, scale_rule: ScaleRule, backward: str = formats.FLOW
+    model: nn.Module, plans: Mapping[str, LinearPlan], *, scale_rule: ScaleRule, backward: str | None = None
 ) -> list[str]:
     """Put ``JetLinear`` and ``JetExperts`` where the plan says so; the norms before them quantize (nn/handoff.py).
 
     Args:
         model: a decoder of the configuration that ``plans`` was made from, before FSDP wraps it.
         plans: from :func:`jetrl_verl.models.plan.plan_linears`.
-        scale_rule: ``"fp32"`` or ``"pow2"``. backward: one of :data:`~jetrl_verl.nn.linear.BACKWARDS`.
+        scale_rule: ``"fp32"`` or ``"pow2"``. backward: precision of DGrad and WGrad, ``"bf16"`` or
+            the plans' format (None).
 
     Returns:
         Names of the replaced modules.
 
     Raises:
-        UnsupportedLayer: a linear of a decoder layer is not in the plan; a mixture with another backward than FP8.
+        UnsupportedLayer: a linear of a decoder layer is not in the plan; a mixture with a BF16 backward.
         ValueError: unknown scale rule or backward precision; a linear of another shape than the plan's.
     """
     replaced = []
     decoder = family(model.config)
     if decoder.experts is not None:
-        if backward != formats.FLOW:
+        if backward == formats.UNQUANTIZED:
             raise UnsupportedLayer("the gradients of experts are FP8 products", "mixture_with_bf16_backward")
         replaced += _replace_experts(model, decoder.experts, plans, scale_rule)
     for name, module in model.named_modules():
@@ -48,7 +49,10 @@ def replace_linears(
             raise UnsupportedLayer(f"its family has no linear layer {name}", "linear_of_no_family")
         _check_shape(name, module.weight, plan.n, plan.k)
         if plan.quantized:
-            JetLinear.replace(module, scale_rule=scale_rule, backward=backward, ranks=plan.k // plan.shard_k)
+            number_format, ranks = formats.get(plan.format_name), plan.k // plan.shard_k
+            JetLinear.replace(
+                module, number_format, scale_rule=scale_rule, backward=backward or plan.format_name, ranks=ranks
+            )
             replaced.append(name)
     hand_over(model, decoder.fed_by_norms)
     return replaced
@@ -75,6 +79,7 @@ def _replace_experts(
             parameter = leaf(plan.suffix)
             _check_shape(f"{name}.{parameter}", getattr(module, parameter), plan.experts, plan.n, plan.k)
         if down.quantized:
-            JetExperts.replace(module, mixture, scale_rule=scale_rule, ranks=down.k // down.shard_k)
+            number_format, ranks = formats.get(down.format_name), down.k // down.shard_k
+            JetExperts.replace(module, number_format, mixture, scale_rule=scale_rule, ranks=ranks)
             replaced.append(name)
     return replaced

@@ -153,6 +153,7 @@ class JetLinearMethod(LinearMethodBase):
     def __init__(self, config: JetQuantizationConfig) -> None:
         self.config = config
         self.format = formats.get(config.format_name)
+        self.format.check_rule(config.scale_rule)
 
     def create_weights(
         self,

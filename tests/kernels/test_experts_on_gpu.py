@@ -182,7 +182,7 @@ def experts_module(ranks: int = 1, **shape) -> JetExperts:
         ("down_proj", (shape["experts"], shape["hidden"], shape["inner"])),
     ):
         module.register_parameter(name, nn.Parameter(torch.randn(size, device=DEVICE, dtype=torch.bfloat16) * 0.02))
-    return JetExperts.replace(module, Experts(), scale_rule="fp32", ranks=ranks)
+    return JetExperts.replace(module, FLOW, Experts(), scale_rule="fp32", ranks=ranks)
 
 
 def test_a_token_does_not_depend_on_the_batch_or_a_graph():

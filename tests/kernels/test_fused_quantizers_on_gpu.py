@@ -11,7 +11,7 @@ from contract_inputs import gaussian, heavy_tailed
 from fused_checks import CHECKS, EPS, INPUTS, bf16, canaries, qdata_in
 from quantizer_checks import assert_same_bytes, check_all_quantizers
 
-from jetrl_verl import kernels, reference
+from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels.fprop import fprop_quantized
 from jetrl_verl.kernels.rms_norm import add_rms_norm_quantize_1x128, rms_norm_quantize_1x128
 from jetrl_verl.kernels.silu_mul import silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
@@ -155,7 +155,7 @@ def test_linears_of_qdata_match_linears_that_quantize(m, rule):
 def test_layers_that_share_an_input_match_separate_layers(rule):
     torch.manual_seed(0)
     layers = [
-        JetLinear.replace(torch.nn.Linear(1536, n, device="cuda"), scale_rule=rule, backward="fp8")
+        JetLinear.replace(torch.nn.Linear(1536, n, device="cuda"), formats.get("fp8"), scale_rule=rule, backward="fp8")
         for n in (1536, 256, 256)
     ]
     x, weight = bf16(gaussian, 1000, 1536, "cuda"), bf16(gaussian, 1, 1536, "cuda")[0]

@@ -115,7 +115,7 @@ def test_the_gradient_of_gate_and_up_is_what_backward_quantizes(monkeypatch, ste
     model, plans = mixture(num_hidden_layers=1)
     (layer,) = experts_of(model, plans, FP8, "fp32").values()
     products, samples, operands = [], [], []
-    own = kernels.weighted_silu_mul_backward_quantize
+    own = FP8.weighted_silu_mul_backward
 
     def recorded(*args):
         products.append(own(*args))
@@ -125,7 +125,7 @@ def test_the_gradient_of_gate_and_up_is_what_backward_quantizes(monkeypatch, ste
         operands.append(args)
         samples.extend(layer.gradients_of_gate_up(*args, step))
 
-    monkeypatch.setattr(kernels, "weighted_silu_mul_backward_quantize", recorded)
+    monkeypatch.setattr(FP8, "weighted_silu_mul_backward", recorded)
     layer.module.on_backward = observe
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(TOKENS, use_cache=False).logits.float().logsumexp(-1).sum().backward()

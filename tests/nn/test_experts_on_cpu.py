@@ -14,13 +14,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, load_balancing_loss_func
 
-from jetrl_verl import kernels, reference
+from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.models.families.base import Experts
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.reference import QuantizedTensor
 
-RULE = "fp32"
+RULE, FLOW = "fp32", formats.get("fp8")
 EXPERTS, HIDDEN, INNER = 8, 256, 128
 
 
@@ -30,7 +30,7 @@ def experts_module(ranks: int = 1, seed: int = 0, inner: int = INNER) -> tuple[J
     stock = Qwen3MoeExperts(tiny_config("qwen3_moe", moe_intermediate_size=inner))
     for parameter in stock.parameters():
         nn.init.normal_(parameter, std=0.05)
-    return JetExperts.replace(copy.deepcopy(stock), Experts(), scale_rule=RULE, ranks=ranks), stock.double()
+    return JetExperts.replace(copy.deepcopy(stock), FLOW, Experts(), scale_rule=RULE, ranks=ranks), stock.double()
 
 
 def inputs(tokens: int, k: int = 2, used: int = EXPERTS, seed: int = 1):

@@ -11,7 +11,7 @@ from tiny_models import FAMILIES, tiny_config, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from jetrl_verl import kernels
+from jetrl_verl import formats, kernels
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.nn.linear import JetLinear, SharedColwise, quantize_input
 from jetrl_verl.nn.replace import replace_linears
@@ -26,6 +26,7 @@ from jetrl_verl.reference import (
 
 SHAPES = [(1, 128, 128), (70, 256, 384), (129, 384, 128), (300, 128, 256)]
 RULES = ["fp32", "pow2"]
+FLOW = formats.get("fp8")
 
 
 def make(
@@ -33,7 +34,7 @@ def make(
 ) -> JetLinear:
     torch.manual_seed(k + n)
     linear = nn.Linear(k, n, bias=bias, dtype=dtype)
-    return JetLinear.replace(linear, scale_rule=rule, backward=backward)
+    return JetLinear.replace(linear, FLOW, scale_rule=rule, backward=backward)
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -67,7 +68,7 @@ def test_the_forward_rounds_like_the_ranks_of_a_rollout(ranks, bias):
     """Each rank's product over its slice of K is rounded; they are added in FP32 in rank order and rounded once."""
     torch.manual_seed(0)
     linear = nn.Linear(512, 256, bias=bias)
-    layer = JetLinear.replace(linear, scale_rule="fp32", backward="fp8", ranks=ranks)
+    layer = JetLinear.replace(linear, FLOW, scale_rule="fp32", backward="fp8", ranks=ranks)
     x, dy = torch.randn(70, 512).bfloat16().requires_grad_(), torch.randn(70, 256).bfloat16()
     y = layer(x)
     w, width = layer.weight.detach().bfloat16(), 512 // ranks
@@ -477,4 +478,4 @@ def test_unknown_architectures_and_layers_are_refused():
 @pytest.mark.parametrize("options", [{"scale_rule": "fp16"}, {"backward": "fp4"}])
 def test_unknown_options_are_refused(options):
     with pytest.raises(ValueError, match="unknown|is not a backward precision"):
-        JetLinear.replace(nn.Linear(128, 128), **({"scale_rule": "fp32", "backward": "fp8"} | options))
+        JetLinear.replace(nn.Linear(128, 128), FLOW, **({"scale_rule": "fp32", "backward": "fp8"} | options))

@@ -13,12 +13,13 @@ from jetrl_verl.nn.linear import JetLinear, project, quantize_input
 
 TOKENS, K = 37, 256
 ROWS = (384, 128, 128)
+FLOW = formats.get("fp8")
 
 
 def layers(bias: bool, backward: str, seed: int = 0) -> list[JetLinear]:
     torch.manual_seed(seed)
     made = [nn.Linear(K, rows, bias=bias, dtype=torch.bfloat16) for rows in ROWS]
-    return [JetLinear.replace(layer, scale_rule="fp32", backward=backward) for layer in made]
+    return [JetLinear.replace(layer, FLOW, scale_rule="fp32", backward=backward) for layer in made]
 
 
 def run(made: list[JetLinear], together: bool, again: bool = False, normed: bool = False) -> list[torch.Tensor]:

@@ -131,7 +131,7 @@ def test_the_sum_of_ranks_is_the_trainers_output_in_every_bit(ranks):
     trainer = nn.Module()
     for name, tensor in whole().items():
         trainer.register_parameter(name.rpartition(".")[2], nn.Parameter(tensor))
-    JetExperts.replace(trainer, Experts(), scale_rule="fp32", ranks=ranks)
+    JetExperts.replace(trainer, FLOW, Experts(), scale_rule="fp32", ranks=ranks)
     parts = []
     for rank in range(ranks):
         routed = synced(rank, ranks)[0].get_submodule(f"{PREFIX}.routed_experts")

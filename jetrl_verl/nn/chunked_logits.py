@@ -35,6 +35,19 @@ def mask_unused(logits: torch.Tensor, used: int | None) -> torch.Tensor:
     return logits
 
 
+def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
+    """Mask vocabulary entries from ``used`` on in the logits that a decoder's output embedding yields.
+
+    Args:
+        used: entries with a token, ``len(tokenizer)``.
+    """
+    head = model.get_output_embeddings()
+    if hasattr(head, "used_vocabulary"):  # the shared operation, which may not materialize logits
+        head.used_vocabulary = used
+    else:
+        head.register_forward_hook(lambda module, inputs, logits: mask_unused(logits, used))
+
+
 def per_token(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -4,7 +4,7 @@
 
 FSDP2 puts a gathered or sharded tensor in place by setting the module's attribute, which drops the cache
 (``__setattr__`` of the layers). FSDP1 sets it at each gather only, and the engine drops the cache at the end of a pass
-(train/quantized_linears.py). In-place changes show in the version counter; a write through ``weight.data`` does not,
+(train/features.py). In-place changes show in the version counter; a write through ``weight.data`` does not,
 and has to be followed by the layer's ``drop_qdata``.
 """
 

@@ -18,11 +18,11 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.format import Format
-from jetrl_verl.models import Family, family
+from jetrl_verl.models import family
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout.attention import share_attention_layers
-from jetrl_verl.rollout.experts import share_experts
+from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 from jetrl_verl.rollout.vllm_compat import (
@@ -197,27 +197,19 @@ def share_operations(
         if isinstance(module, RMSNorm | SiluAndMul | LogitsProcessor):
             _share(module)
     share_attention_layers(model, kv_cache)
-    names = family(config)
-    if names.q_norm:
-        parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
-        for layer in model.get_submodule(names.layers):
-            attention = layer.get_submodule(names.attention)
-            attention.parts = tuple(map(leaf, parts))
-            _share(attention)
-    for parent in model.modules():
-        for name, operation in parent.named_children():
-            if isinstance(operation, _ReadByLinear) and name in names.readers:
-                method = getattr(parent.get_submodule(names.readers[name]), "quant_method", None)
-                if isinstance(method, JetLinearMethod) and method.format.accepts_quantized:
-                    operation.reader_format, operation.reader_rule = method.format, method.config.scale_rule
-    if names.experts is not None:
-        _share_mixtures(model, names, ordered)
-
-
-def _share_mixtures(model: torch.nn.Module, names: Family, ordered: bool) -> None:
-    """Share the mixtures; the norm before each quantizes, and keeps its rows for the router."""
-    for layer in model.get_submodule(names.layers):
-        block = share_experts(layer.get_submodule(names.experts.block), ordered)
-        norm = layer.get_submodule(names.post_norm)
-        norm.reader_format, norm.reader_rule = block.method.format, block.method.config.scale_rule
-        norm.keeps_rows = True
+    for layer, names in family(config).named_layers(model):
+        part = layer.get_submodule
+        if names.q_norm:
+            parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
+            part(names.attention).parts = tuple(map(leaf, parts))
+            _share(part(names.attention))
+        if names.experts is not None:
+            share_experts(part(names.experts.block), ordered)
+        for handoff in names.handoffs:
+            source, reader = part(handoff.source), part(handoff.vllm_reader)
+            if not isinstance(source, _ReadByLinear):
+                refuse("layer_class_in_vllm", what=f"the layer {type(source).__name__}")
+            method = reader.method if isinstance(reader, SharedMixture) else getattr(reader, "quant_method", None)
+            if isinstance(method, JetLinearMethod | JetExpertsMethod) and method.format.accepts_quantized:
+                source.reader_format, source.reader_rule = method.format, method.config.scale_rule
+                source.keeps_rows = handoff.routed

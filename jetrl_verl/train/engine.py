@@ -8,7 +8,7 @@ built in a process (targets/configs.py).
 
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from verl.workers.engine import EngineRegistry
@@ -18,31 +18,53 @@ from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.support.table import explained
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.patches import weight_sync
-from jetrl_verl.train.checkpoints import InvariantScaling, KeptScales, ValidatedCheckpoints
-from jetrl_verl.train.feature import Feature
+from jetrl_verl.train.features import (
+    Feature,
+    InvariantScaling,
+    KeptScales,
+    MaskedVocabulary,
+    Metrics,
+    QuantizedLinears,
+    ValidatedCheckpoints,
+)
 from jetrl_verl.train.gathered import GatheredOnce
-from jetrl_verl.train.metrics import Metrics
-from jetrl_verl.train.quantized_linears import QuantizedLinears
 from jetrl_verl.train.shadow import CalibratedClipping
 from jetrl_verl.train.token_numbers import SharedOperations
-from jetrl_verl.train.vocabulary import MaskedVocabulary
 from jetrl_verl.train.weight_sync import WeightSync
 
-FEATURES: tuple[type[Feature], ...] = (
-    ValidatedCheckpoints,  # around what other features load and save
-    InvariantScaling,  # changes weights, so before any feature reads them
-    QuantizedLinears,  # frees qdata after a pass, when GatheredOnce has resharded
-    GatheredOnce,
-    SharedOperations,  # its norms hand over to the linears of QuantizedLinears
-    MaskedVocabulary,  # in the lm_head of SharedOperations, if there is one
-    KeptScales,
-    WeightSync,
-    Metrics,  # samples the linears and the attention installed above; around CalibratedClipping's forwards
-    CalibratedClipping,
-)
-"""All features. They are installed in this order; of two that wrap a method, the first one is outside."""
 
-FeatureT = TypeVar("FeatureT", bound=Feature)
+def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
+    """The features of a model with this engine config.
+
+    They are installed in this order; of two that wrap a method of verl's engine, the first one is outside.
+    """
+    actor, options = config.jetrl_role == "actor", config.jetrl.options
+    table = (
+        (ValidatedCheckpoints, True),  # around what other features load and save
+        (InvariantScaling, actor),  # changes weights, so before any feature reads them
+        (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
+        (GatheredOnce, options.gathered == "batch"),
+        (SharedOperations, config.shared_operations),  # its norms hand over to the linears of QuantizedLinears
+        (MaskedVocabulary, config.jetrl_role != "critic"),  # in the lm_head of SharedOperations, if there is one
+        (KeptScales, actor and options.int8_scales == "first"),
+        (WeightSync, actor),
+        (Metrics, actor and options.metrics),  # samples modules installed above; around CalibratedClipping's forwards
+        (CalibratedClipping, actor and options.clip == "calibrated"),
+    )
+    return [feature for feature, applies in table if applies]
+
+
+def _wrapped(name: str) -> Callable:
+    """A method of the engine: verl's of that name, inside those of the features."""
+
+    def method(self: "_JetEngine", *args: Any, **kwargs: Any) -> Any:
+        call = getattr(super(_JetEngine, self), name)
+        for feature in reversed(self._features):
+            if (wrapper := getattr(feature, name, None)) is not None:
+                call = partial(wrapper, call)
+        return call(*args, **kwargs)
+
+    return method
 
 
 class _JetEngine:
@@ -50,7 +72,7 @@ class _JetEngine:
 
     _features: tuple[Feature, ...] = ()
 
-    def feature(self, kind: type[FeatureT]) -> FeatureT | None:
+    def feature(self, kind: type[Feature]) -> Any:
         """The feature of this engine; None if it does not apply."""
         return next((feature for feature in self._features if isinstance(feature, kind)), None)
 
@@ -62,44 +84,21 @@ class _JetEngine:
     def _build_module(self) -> torch.nn.Module:
         module, config = super()._build_module(), self.engine_config
         if isinstance(config, JetFSDPEngineConfig):
-            self._features = tuple(feature(self) for feature in FEATURES if feature.applies(config))
+            self._features = tuple(feature(self) for feature in features_of(config))
             # The driver has checked every model but a hub name without a network.
             with explained(self.model_config.path, config.jetrl.options.precision):
                 for feature in self._features:
                     feature.install(module)
         return module
 
-    def _wrapped(self, name: str) -> Callable:
-        """verl's method of that name inside those of the features."""
-        method = getattr(super(), name)
-        for feature in reversed(self._features):
-            if (wrapper := getattr(feature, name, None)) is not None:
-                method = partial(wrapper, method)
-        return method
-
-    def forward_backward_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped("forward_backward_batch")(*args, **kwargs)
-
-    def infer_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped("infer_batch")(*args, **kwargs)
-
-    def train_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped("train_batch")(*args, **kwargs)
-
-    def prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
-        return self._wrapped("prepare_model_inputs")(*args, **kwargs)
-
-    def prepare_model_outputs(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped("prepare_model_outputs")(*args, **kwargs)
-
-    def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped("get_per_tensor_param")(*args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._wrapped("load_checkpoint")(*args, **kwargs)
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        self._wrapped("save_checkpoint")(*args, **kwargs)
+    forward_backward_batch = _wrapped("forward_backward_batch")
+    infer_batch = _wrapped("infer_batch")
+    train_batch = _wrapped("train_batch")
+    prepare_model_inputs = _wrapped("prepare_model_inputs")
+    prepare_model_outputs = _wrapped("prepare_model_outputs")
+    get_per_tensor_param = _wrapped("get_per_tensor_param")
+    load_checkpoint = _wrapped("load_checkpoint")
+    save_checkpoint = _wrapped("save_checkpoint")
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")

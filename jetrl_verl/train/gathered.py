@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from jetrl_verl.config.engine_config import JetFSDPEngineConfig
-from jetrl_verl.train.feature import Feature, logger
+from jetrl_verl.train.features import Feature, logger
 
 _FREES_EACH_PASS = (
     "jetrl: jetrl.gathered=batch has no effect on the %s, whose FSDP1 reshards after every forward and backward. "
@@ -23,10 +22,6 @@ _FREES_EACH_PASS = (
 
 
 class GatheredOnce(Feature):
-    @classmethod
-    def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl.options.gathered == "batch"
-
     def install(self, module: torch.nn.Module) -> None:
         if self.config.strategy != "fsdp2" and self.engine.rank == 0:
             # The critic alone: verl's default for it is FSDP1, also in jobs without one, so the driver cannot warn.

@@ -22,10 +22,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from jetrl_verl.algorithms.calibrated_clipping import CalibratedClip
-from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
-from jetrl_verl.train.feature import Feature, from_rank_0
+from jetrl_verl.train.features import Feature, from_rank_0
 
 SHADOW = "shadow_log_probs"
 """Field of a batch: log-probabilities of the BF16 forward at pi_old, nested like verl's ``log_probs``."""
@@ -61,10 +60,6 @@ class CalibratedClipping(Feature):
     any loss that reads them is calibrated."""
 
     _nominal_low: float | None = None
-
-    @classmethod
-    def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl_role == "actor" and config.jetrl.options.clip == "calibrated"
 
     def install(self, module: nn.Module) -> None:
         self.clip = CalibratedClip(self.options.clip_interval)

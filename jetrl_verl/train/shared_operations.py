@@ -8,6 +8,7 @@ an FP8 linear layer alone reads what a norm or the activation writes, that opera
 gets it as a keyword, and no mask is built.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
@@ -57,16 +58,12 @@ def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]
     }
 
 
-def _norm_forward(self: nn.Module, hidden_states: torch.Tensor) -> torch.Tensor:
-    return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-
-
-def _norm_forward_for(
-    self: nn.Module, hidden_states: torch.Tensor, *, readers: Sequence[nn.Linear]
+def _norm_forward(
+    self: nn.Module, hidden_states: torch.Tensor, *, readers: Sequence[nn.Module] = ()
 ) -> torch.Tensor | QuantizedTensor:
-    """Forward of a norm whose result only ``readers`` read."""
-    if not accept_quantized(readers):
-        return _norm_forward(self, hidden_states)
+    """Quantized if only ``readers`` read the result, and all accept it."""
+    if not readers or not accept_quantized(readers):
+        return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
     reader = readers[0]
     return reader.format.rms_norm(hidden_states, self.weight, self.variance_epsilon, reader.scale_rule)
 
@@ -150,10 +147,12 @@ class TokenNumbers:
 
 
 def _model_forward(
-    self: nn.Module, input_ids: torch.Tensor | None = None, *, token_numbers: TokenNumbers | None = None, **inputs: Any
-) -> CausalLMOutputWithPast:
-    """``logits [B, S, V]``, or a tuple of the ``token_numbers``."""
-    hidden_states = self.get_decoder()(input_ids=input_ids, **inputs).last_hidden_state
+    self: nn.Module, *args: Any, token_numbers: TokenNumbers | None = None, **inputs: Any
+) -> ModelOutput:
+    """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``."""
+    if token_numbers is None:
+        return type(self).forward(self, *args, **inputs)
+    hidden_states = self.get_decoder()(*args, **inputs).last_hidden_state
     return CausalLMOutputWithPast(logits=self.get_output_embeddings()(hidden_states, token_numbers))
 
 
@@ -191,45 +190,32 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     config = model.config
     family = models.family(config)
     family.check_operations(config)
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    _check_modules(model, family)
+    head = model.get_submodule(family.head)
     if head.bias is not None:
         refuse("bias_on_lm_head")
-    mixture = family.experts
-    half = "mlp" if mixture is None else "mixture"
-    counts = {"norm": 0, half: 0, "attention": 0}
+    counts: Counter[str] = Counter()
 
     def replace(kind: str, module: nn.Module, forward: Any) -> None:
         module.forward = MethodType(forward, module)
-        counts[kind] = counts.get(kind, 0) + 1
+        counts[kind] += 1
 
-    for module in list(decoder.modules()):
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            replace("norm", module, _norm_forward)
-        elif mixture is None and kind.endswith("MLP"):
-            replace("mlp", module, partial(_mlp_forward, family=family))
-        elif kind.endswith("Attention"):
-            replace("attention", module, partial(_attention_forward, family=family))
-            module.core = AttentionCore(module.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
-    if mixture is not None:
-        for layer in decoder.layers:
-            replace("mixture", layer.get_submodule(mixture.block), partial(_mixture_forward, mixture=mixture))
-            router = layer.get_submodule(mixture.router)
-            router.forward = MethodType(_router_forward, router)
-    layers = len(decoder.layers)
-    norms = 1 + layers * len(family.norms)
-    if counts != {"norm": norms, half: layers, "attention": layers}:
-        modules = f"{counts['norm']} norms, {counts[half]} times {half} and {counts['attention']} attention modules"
-        refuse("another_decoder", what=f"a {type(model).__name__} with {modules} in {layers} layers")
-    # A router reads the BF16 rows that go along with the qdata.
-    fed = family.fed_by_norms + (() if mixture is None else ((family.post_norm, (mixture.module,)),))
-    for layer in decoder.layers:
-        for norm, names in fed:
-            readers = [layer.get_submodule(name) for name in names]
-            module = layer.get_submodule(norm)
-            module.forward = MethodType(partial(_norm_forward_for, readers=readers), module)
-    rotary = decoder.rotary_emb
-    head_dim = decoder.layers[0].get_submodule(family.attention).head_dim
+    for layer, names in family.named_layers(model):
+        part = layer.get_submodule
+        readers = {handoff.source: [part(reader) for reader in handoff.readers] for handoff in names.handoffs}
+        for norm in names.norms:
+            replace("norm", part(norm), partial(_norm_forward, readers=readers.get(norm, ())))
+        attention = part(names.attention)
+        attention.core = AttentionCore(attention.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
+        replace("attention", attention, partial(_attention_forward, family=names))
+        if (mixture := names.experts) is None:
+            replace("mlp", part(names.mlp), partial(_mlp_forward, family=names))
+        else:
+            replace("mixture", part(mixture.block), partial(_mixture_forward, mixture=mixture))
+            replace("router", part(mixture.router), _router_forward)
+    replace("norm", model.get_submodule(family.final_norm), _norm_forward)
+    rotary = model.get_submodule(family.rotary_embedding)
+    head_dim = family.head_dim(config)
     rotary.shared_table = kernels.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
@@ -238,5 +224,18 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION
-    decoder.register_forward_pre_hook(_find_sequences, with_kwargs=True)
-    return counts
+    model.get_decoder().register_forward_pre_hook(_find_sequences, with_kwargs=True)
+    return dict(counts)
+
+
+def _check_modules(model: nn.Module, family: Family) -> None:
+    """Refuse a decoder that lacks a module of its family, or has one that the family does not name: with parameters of
+    its own, or directly in a layer."""
+    named = {family.final_norm, family.rotary_embedding, family.embedding, family.head}
+    used = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    for i, (layer, names) in enumerate(family.named_layers(model)):
+        named |= {f"{family.layers}.{i}.{part}" for part in names.parts}
+        used |= {f"{family.layers}.{i}.{child}" for child, _ in layer.named_children()}
+    for wrong, word in ((named - dict(model.named_modules()).keys(), "without"), (used - named, "with")):
+        if wrong:
+            refuse("another_decoder", what=f"a {type(model).__name__} {word} {min(wrong)}")

@@ -10,9 +10,8 @@ from verl.utils import tensordict_utils
 from verl.utils import torch_functional as verl_functional
 
 from jetrl_verl import kernels
-from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.nn.chunked_logits import KEPT_BYTES
-from jetrl_verl.train.feature import Feature, logger
+from jetrl_verl.train.features import Feature, logger
 from jetrl_verl.train.shared_operations import TokenNumbers, share_operations
 
 _NAMES = "jetrl_token_numbers"
@@ -26,10 +25,6 @@ REACHES = (
 
 
 class SharedOperations(Feature):
-    @classmethod
-    def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.shared_operations
-
     def install(self, module: torch.nn.Module) -> None:
         counts = share_operations(module, self.options.kv_cache)
         if self.engine.rank == 0:

@@ -10,24 +10,17 @@ from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
-from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.sync.quantize import quantized_by
 from jetrl_verl.sync.wire import SyncStatistics
-from jetrl_verl.train.checkpoints import KeptScales
-from jetrl_verl.train.feature import Feature
+from jetrl_verl.train.features import Feature, KeptScales, Metrics
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.metrics import Metrics
 from jetrl_verl.train.weight_stream import stated_routing, weight_stream
 
 
 class WeightSync(Feature):
     _flat: FlatGather | None = None
     """Under FSDP1, made at the first sync from the wrapped module."""
-
-    @classmethod
-    def applies(cls, config: JetFSDPEngineConfig) -> bool:
-        return config.jetrl_role == "actor"
 
     def install(self, module: torch.nn.Module) -> None:
         self._statistics = SyncStatistics()

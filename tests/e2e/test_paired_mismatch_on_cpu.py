@@ -86,9 +86,9 @@ def measure(folder: Path) -> tuple[Rows, Rows]:
         sampled = sample(folder)
 
     from jetrl_verl.models.plan import plan_linears
+    from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
     from jetrl_verl.nn.replace import replace_linears
     from jetrl_verl.train.shadow import bf16_linears
-    from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
     model, tokenizer = load_policy(folder)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE, backward="fp8")

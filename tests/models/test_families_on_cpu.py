@@ -66,11 +66,10 @@ def test_names_and_shapes_are_those_of_hugging_face(model_type):
         }
         for name, plan in experts.items():
             assert tuple(layer.get_parameter(name).shape) == (plan.experts, plan.n, plan.k)
-            assert {decoder.experts.block, decoder.experts.router, decoder.experts.module} <= set(modules)
         assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(
             decoder.norms
         )
-        assert decoder.attention in modules
+        assert set(decoder.parts) <= set(modules)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -110,7 +109,7 @@ def test_a_dense_family_is_one_file(tmp_path, monkeypatch):
         assert [name for name, plan in plans.items() if plan.kind == "qkv"] == ["attn.query", "attn.key", "attn.value"]
         assert plan_of("model.layers.1.attn.key.weight", plans) is plans["attn.key"]
         assert family(config).pieces["attn.mixed"] == ("attn.query", "attn.key", "attn.value")
-        assert family(config).readers["input_layernorm"] == "attn.mixed"
+        assert family(config).handoffs[0].readers == ("attn.query", "attn.key", "attn.value")
     finally:
         families._families.cache_clear()
 

@@ -60,7 +60,7 @@ def build_policy(family: str, seed: int):
 def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> torch.nn.Module:
     """A policy as FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations, for a rollout of ``tp``
     ranks."""
-    from jetrl_verl.train.vocabulary import mask_unused_vocabulary
+    from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)

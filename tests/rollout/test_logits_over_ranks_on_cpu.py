@@ -24,7 +24,9 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 def processor():
     """vLLM's logits processor, replaced by the shared one as in a model."""
     layer = LogitsProcessor(VOCABULARY)
-    shared_operations.share_operations(torch.nn.Sequential(layer), tiny_config("llama"))
+    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
+    model = torch.nn.ModuleDict({"model": layers, "logits_processor": layer})
+    shared_operations.share_operations(model, tiny_config("llama"))
     assert type(layer) is shared_operations.SharedLogitsProcessor
     return layer
 

@@ -37,12 +37,15 @@ SETTINGS = [
 
 
 class Model(nn.Module):
-    """A model with these layers."""
+    """A model with these layers and no decoder layer."""
 
     def __init__(self, **layers: nn.Module) -> None:
         super().__init__()
         for name, layer in layers.items():
             setattr(self, name, layer)
+
+    def get_submodule(self, target: str) -> list:
+        return []
 
 
 def built(settings: list[str]) -> tuple[Model, CompilationConfig]:

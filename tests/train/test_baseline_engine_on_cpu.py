@@ -101,7 +101,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     resumed = build(folder, **options)
 
     def load(warnings: int) -> dict[str, torch.Tensor]:
-        with mock.patch.object(logging.getLogger("jetrl_verl.train.feature"), "warning") as warning:
+        with mock.patch.object(logging.getLogger("jetrl_verl.train.features"), "warning") as warning:
             resumed.load_checkpoint(str(checkpoint), del_local_after_load=False)
         lines = [call.args[0] % call.args[1:] for call in warning.call_args_list]
         assert len(lines) == warnings and all(f"{checkpoint} has no scales of weights" in line for line in lines)

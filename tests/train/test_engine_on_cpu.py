@@ -7,11 +7,11 @@ from tiny_models import tiny_model
 
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE, quantize_int8
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
-from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
 
 def test_the_exported_qdata_is_that_of_the_trainers_forward():

@@ -6,10 +6,12 @@ Equality with vLLM is tested in tests/rollout/test_exact_rollout_on_cpu.py."""
 import pytest
 import torch
 from tiny_models import FAMILIES, tiny_config, tiny_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from jetrl_verl import kernels
+from jetrl_verl.config.options import UnsupportedConfiguration
 from jetrl_verl.models import UnsupportedOperation
 from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
@@ -268,6 +270,22 @@ def test_layers_left_out_of_fp8_get_bf16_inputs():
     for name, gradient in exact_gradients.items():
         error = (stock_operations[name] - gradient).norm()
         assert (gradients_of_shared[name] - gradient).norm() < 1.5 * error + 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda model: delattr(model.model.layers[1], "post_attention_layernorm"), "without model.layers.1.post_att"),
+        (lambda model: model.model.layers[1].add_module("after", nn.Identity()), "with model.layers.1.after"),
+        (lambda model: setattr(model.model.layers[0].mlp, "norm", nn.RMSNorm(8)), "with model.layers.0.mlp.norm"),
+        (lambda model: setattr(model.model, "extra", nn.Linear(2, 2)), "with model.extra"),
+    ],
+)
+def test_a_module_that_the_family_does_not_have_is_named(change, what):
+    model = tiny_model("llama")
+    change(model)
+    with pytest.raises(UnsupportedConfiguration, match=f"a LlamaForCausalLM {what}.* not a decoder of its family"):
+        share_operations(model)
 
 
 def test_generation_and_positional_arguments_are_refused():

@@ -103,8 +103,6 @@ class Linear:
         pieces: the trainer's modules that it is stacked from, in row order.
         kind: metrics and reports group by it.
         row_parallel: tensor parallelism splits its input (K), otherwise its output (N).
-        norm: the norm that only these linears read, same name on both sides.
-        activation: vLLM's activation that only this linear reads.
         experts: it is a parameter ``[E, N, K]`` of a mixture's experts, not a module.
     """
 
@@ -112,9 +110,22 @@ class Linear:
     pieces: tuple[str, ...]
     kind: str
     row_parallel: bool = False
-    norm: str = ""
-    activation: str = ""
     experts: bool = False
+
+
+class Handoff(NamedTuple):
+    """A norm or activation whose result is quantized in its own kernel, for the FP8 layers that read it.
+
+    Attributes:
+        source: the norm, same name on both sides, or vLLM's activation.
+        readers: the trainer's modules. vllm_reader: vLLM's module.
+        routed: a router reads the BF16 rows as well, so they go along.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    vllm_reader: str
+    routed: bool = False
 
 
 @dataclass(frozen=True)
@@ -177,8 +188,9 @@ class Family:
 
     Attributes:
         model_type: as in ``config.json``.
-        layers: the list of decoder layers, same name on both sides.
-        attention: the layer's first half. input_norm, post_norm: the norms before attention and MLP.
+        layers, final_norm, embedding, head: the list of decoder layers and what is outside of it, names in the model
+            and the same on both sides. rotary_embedding: the trainer's.
+        attention: the layer's first half. mlp: the trainer's second half. input_norm, post_norm: the norms before them.
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
         qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
@@ -189,7 +201,13 @@ class Family:
     model_type: str
 
     layers: str = "model.layers"
+    final_norm: str = "model.norm"
+    rotary_embedding: str = "model.rotary_emb"
+    embedding: str = "model.embed_tokens"
+    head: str = "lm_head"
+
     attention: str = "self_attn"
+    mlp: str = "mlp"
     input_norm: str = "input_layernorm"
     post_norm: str = "post_attention_layernorm"
     q: str = "self_attn.q_proj"
@@ -214,7 +232,7 @@ class Family:
     def linears(self) -> tuple[Linear, ...]:
         """vLLM's linear layers of a decoder layer, in execution order."""
         attention = (
-            Linear(self.qkv, (self.q, self.k, self.v), "qkv", norm=self.input_norm),
+            Linear(self.qkv, (self.q, self.k, self.v), "qkv"),
             Linear(self.o, (self.o,), "o", row_parallel=True),
         )
         if (mixture := self.experts) is not None:
@@ -225,8 +243,8 @@ class Family:
             )
         return (
             *attention,
-            Linear(self.gate_up, (self.gate, self.up), "gate_up", norm=self.post_norm),
-            Linear(self.down, (self.down,), "down", row_parallel=True, activation=self.activation),
+            Linear(self.gate_up, (self.gate, self.up), "gate_up"),
+            Linear(self.down, (self.down,), "down", row_parallel=True),
         )
 
     @property
@@ -245,22 +263,31 @@ class Family:
         return tuple(name for name in (self.input_norm, self.q_norm, self.k_norm, self.post_norm) if name)
 
     @property
-    def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """(norm, the projections that are its only readers), for quantization in the norm and for invariant scaling.
-
-        Experts are not among them: the router reads their norm as well.
-        """
-        return tuple((linear.norm, linear.pieces) for linear in self.linears if linear.norm)
+    def parts(self) -> tuple[str, ...]:
+        """The trainer's modules of a decoder layer that it runs or reads parameters of, halves before their parts."""
+        mixture = self.experts
+        second = (self.mlp, self.gate, self.up, self.down)
+        if mixture is not None:
+            second = (mixture.block, mixture.router, mixture.module)
+        return (self.attention, self.q, self.k, self.v, self.o, *self.norms, *second)
 
     @property
-    def readers(self) -> dict[str, str]:
-        """vLLM's norm or activation -> its only reader; both relative to the norm's or activation's parent module."""
-        readers = {}
-        for linear in self.linears:
-            if source := linear.norm or linear.activation:
-                parent = source.removesuffix(leaf(source))
-                readers[leaf(source)] = linear.name.removeprefix(parent)
-        return readers
+    def handoffs(self) -> tuple[Handoff, ...]:
+        """What hands quantized results over in a decoder layer, in execution order."""
+        attention, mixture = Handoff(self.input_norm, (self.q, self.k, self.v), self.qkv), self.experts
+        if mixture is not None:
+            return attention, Handoff(self.post_norm, (mixture.module,), mixture.block, routed=True)
+        gate_up = Handoff(self.post_norm, (self.gate, self.up), self.gate_up)
+        return attention, gate_up, Handoff(self.activation, (self.down,), self.down)
+
+    @property
+    def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(norm, the projections that are its only readers), for norms that are stock, and for invariant scaling."""
+        return tuple((at.source, at.readers) for at in self.handoffs if at.source in self.norms and not at.routed)
+
+    def named_layers(self, model: Any) -> Iterator[tuple[Any, "Family"]]:
+        """(Decoder layer, names of its modules) of a model of either side; here every layer has the same names."""
+        return ((layer, self) for layer in model.get_submodule(self.layers))
 
     def shapes(self, config: Any, tp: int = 1) -> dict[str, Shape]:
         """The trainer's projection -> its shape, in the order of :attr:`linears`; of one expert for a mixture.

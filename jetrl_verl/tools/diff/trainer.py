@@ -95,8 +95,8 @@ class Trainer:
     ) -> None:
         from transformers.utils import is_flash_attn_2_available
 
+        from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
         from jetrl_verl.train.shared_operations import share_operations
-        from jetrl_verl.train.vocabulary import mask_unused_vocabulary
 
         self._device, self._vocabulary, self._temperature = device, vocabulary, temperature
         self._shared = job is not None and job.shared

@@ -141,7 +141,8 @@ def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
 
 
 def implementation(operation: str, backend: str) -> Callable:
-    """The function of a backend, which raises ``ValueError`` for a call that the backend does not support.
+    """The function of a backend, which raises ``ValueError`` for a call that the backend does not support. It may take
+    options of its own as keywords, such as a plan of its launch.
 
     Raises:
         KeyError: the backend does not implement ``operation``.
@@ -152,8 +153,8 @@ def implementation(operation: str, backend: str) -> Callable:
 
 def _checked(operation: str, backend: str, *call, **options):
     run, supports, _ = _implementations[operation, backend]
-    if not supports(*call, **options):
-        given = ", ".join(map(_described, (*call, *options.values())))
+    if not supports(*call):
+        given = ", ".join(map(_described, call))
         missing = f" ({reason})" if (reason := unavailable(backend)) else ""
         last = OPERATIONS[operation].backends["sm90"][-1]
         raise ValueError(f"{backend} does not support {operation} of {given}{missing}; use backend {last}.")
@@ -170,13 +171,13 @@ def _described(argument: Any) -> str:
     return repr(argument)
 
 
-def supports(operation: str, backend: str, *call, **options) -> bool:
+def supports(operation: str, backend: str, *call) -> bool:
     """Whether ``backend`` computes ``operation`` for these arguments in this process."""
     predicate = _implementations[operation, backend].supports
-    return predicate is None or predicate(*call, **options)
+    return predicate is None or predicate(*call)
 
 
-def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
+def lookup(operation: str, device: torch.device, *call) -> Callable:
     """The first backend's function that supports ``operation`` for these arguments, else the last one's.
 
     The arguments are needed only where there are several backends.
@@ -188,7 +189,7 @@ def lookup(operation: str, device: torch.device, *call, **options) -> Callable:
     if len(names) > 1:
         for backend in names[:-1]:
             run, supports, prefers = _implementations[operation, backend]
-            if (prefers is None or prefers(*call, **options)) and (supports is None or supports(*call, **options)):
+            if (prefers is None or prefers(*call)) and (supports is None or supports(*call)):
                 return run
     run, supports, _ = _implementations[operation, names[-1]]
     return run if supports is None else partial(_checked, operation, names[-1])

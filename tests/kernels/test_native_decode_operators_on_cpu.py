@@ -114,7 +114,7 @@ def test_unsupported_fp8_decode_steps_raise(changes, sentence):
     before = call["out"].clone()
     assert not native_supports_decode_attention(**call)
     with pytest.raises(ValueError, match="native does not support decode_attention .* use backend flash_attention_3"):
-        dispatch.implementation("decode_attention", "native")(**call)
+        dispatch.implementation("decode_attention", "native")(*call.values())
     units = call["cache"].shape[2] if call["cache"].dim() == 4 else 1
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         torch.ops.jetrl_emulated.decode_attention(**call, units=units, cluster=1)
@@ -163,7 +163,7 @@ def test_unsupported_bf16_decode_steps_raise(changes, sentence):
     before = call["out"].clone()
     assert not native_supports_decode_attention_bf16(**call)
     with pytest.raises(ValueError, match="native does not support decode_attention_bf16 .* backend flash_attention_3"):
-        dispatch.implementation("decode_attention_bf16", "native")(**call)
+        dispatch.implementation("decode_attention_bf16", "native")(*call.values())
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         torch.ops.jetrl_emulated.decode_attention_bf16(**call, cluster=1)
     assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
@@ -207,7 +207,7 @@ def test_decode_steps_with_other_strides_are_computed(cache, change):
     )
     call |= (STRIDES | BF16_STRIDES)[change](call)
     assert dispatch.supports(operation, "native", *call.values())
-    dispatch.implementation(operation, "native")(**call)
+    dispatch.implementation(operation, "native")(*call.values())
     want = torch.empty_like(call["out"])
     first = {name: call[name][: len(want)] for name in ("lengths", "block_table")}
     dispatch.implementation(operation, "reference")(**call | first | {"out": want})

@@ -144,6 +144,8 @@ def implementation(operation: str, backend: str) -> Callable:
     """The function of a backend, which raises ``ValueError`` for a call that the backend does not support. It may take
     options of its own as keywords, such as a plan of its launch.
 
+    An operation's arguments are positional; keywords, for tests and benchmarks, say how the backend computes it.
+
     Raises:
         KeyError: the backend does not implement ``operation``.
     """

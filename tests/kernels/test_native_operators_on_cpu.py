@@ -33,7 +33,6 @@ from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
-    native_grouped_gemm_nt_of_ranks,
     native_supports_grouped_gemm_nt_of_ranks,
     native_supports_grouped_wgrad,
 )
@@ -281,9 +280,8 @@ def any_experts_forward(draw: random.Random) -> tuple[bool, Callable, list[torch
     align = 4 if (start % 4 == 0).all() else 1
     supported = native_supports_grouped_gemm_nt_of_ranks(a, b, start, ranks)
     run = dispatch.implementation("grouped_gemm_nt_of_ranks", "native")
-    run = partial(native_grouped_gemm_nt_of_ranks, plan=plan) if supported else run
     want = [reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)]
-    return supported, partial(run, a, b, start, ranks, align), want
+    return supported, partial(run, a, b, start, ranks, align, plan=plan), want
 
 
 def any_experts_gradient(draw: random.Random) -> tuple[bool, Callable, list[torch.Tensor]]:

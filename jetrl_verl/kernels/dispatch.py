@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference import GemmCall, QuantizedTensor
 
 __all__ = ["OPERATIONS", "describe_backends", "override_backend", "platform_of"]
 
@@ -168,7 +168,9 @@ def _described(argument: Any) -> str:
         offset = argument.data_ptr() % 16
         place = f", {offset} bytes after a multiple of 16" if offset else ""
         return f"{argument.dtype} {tuple(argument.shape)} strides {argument.stride()}{place}"
-    if isinstance(argument, (tuple, QuantizedTensor)):
+    if isinstance(argument, GemmCall):
+        return ", ".join(f"{name} {_described(value)}" for name, value in argument._asdict().items())
+    if isinstance(argument, QuantizedTensor):
         return f"({', '.join(map(_described, argument))})"
     return repr(argument)
 

@@ -22,25 +22,15 @@ from jetrl_verl.reference.gemm import check_k_slices
 
 __all__ = ["grouped_gemm_nt", "grouped_gemm_nt_of_ranks", "grouped_wgrad"]
 
+implements("grouped_gemm_nt", "reference")(lambda a, b, start, *_: reference.grouped_gemm_nt(a, b, start))
+implements("grouped_gemm_nt_of_ranks", "reference")(
+    lambda a, b, start, ranks, *_: reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)
+)
 implements("grouped_wgrad", "reference")(reference.grouped_wgrad)
 
 # (BLOCK_M, BLOCK_N, warps, stages)
 _MANY, _FEW = (128, 128, 8, 4), (64, 64, 4, 6)
 _WGRAD = (128, 128, 8, 4)
-
-
-@implements("grouped_gemm_nt", "reference")
-def reference_grouped_gemm_nt(a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, *_) -> torch.Tensor:
-    """See :func:`jetrl_verl.reference.grouped_gemm_nt`."""
-    return reference.grouped_gemm_nt(a, b, start)
-
-
-@implements("grouped_gemm_nt_of_ranks", "reference")
-def reference_grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, *_
-) -> torch.Tensor:
-    """See :func:`jetrl_verl.reference.grouped_gemm_nt_of_ranks`."""
-    return reference.grouped_gemm_nt_of_ranks(a, b, start, ranks)
 
 
 @jit

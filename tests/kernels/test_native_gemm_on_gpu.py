@@ -39,10 +39,6 @@ def native(gemm: str, a: QuantizedTensor, b: QuantizedTensor, plan: Plan = DEFAU
     return run(CALLS[gemm](a, b, **arguments), plan=plan, out=out)
 
 
-def triton(gemm: str, a: QuantizedTensor, b: QuantizedTensor, **arguments) -> torch.Tensor:
-    return getattr(triton_kernels, gemm)(a, b, **arguments)
-
-
 def first_rows(q: QuantizedTensor, m: int) -> QuantizedTensor:
     """The first ``m`` rows in the memory layout of a batch of ``m``."""
     return QuantizedTensor(q.qdata[:m], q.scales[:m].t().contiguous().t())
@@ -73,7 +69,7 @@ def poisoned_call(
 def test_every_fprop_plan_matches_triton(plan):
     a, b = operands(1000, 712, 1088, "gemm_nt")
     got = poisoned_call("gemm_nt", padded(a), padded(b), plan=plan)
-    assert torch.equal(bits(got), bits(triton("gemm_nt", a, b)))
+    assert torch.equal(bits(got), bits(triton_kernels.gemm_nt(a, b)))
 
 
 @pytest.mark.parametrize(("tokens", "plan"), DECODE_PLANS, ids=str)
@@ -81,7 +77,7 @@ def test_every_decode_plan_matches_triton(tokens, plan):
     for m in (tokens // 2 + 1, tokens):
         a, b = operands(m, 712, 1088, "gemm_nt")
         got = poisoned_call("gemm_nt", padded(a), padded(b), plan=plan)
-        assert torch.equal(bits(got), bits(triton("gemm_nt", a, b)))
+        assert torch.equal(bits(got), bits(triton_kernels.gemm_nt(a, b)))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -89,14 +85,14 @@ def test_every_decode_plan_matches_triton(tokens, plan):
 def test_every_wgrad_plan_matches_triton(plan, out_dtype):
     a, b = operands(712, 1000, 1008, "wgrad")
     got = poisoned_call("wgrad", padded(a), padded(b), out_dtype, plan=plan)
-    assert torch.equal(bits(got), bits(triton("wgrad", a, b, out_dtype=out_dtype)))
+    assert torch.equal(bits(got), bits(triton_kernels.wgrad(a, b, out_dtype=out_dtype)))
 
 
 @pytest.mark.parametrize("k", SIZES)
 @pytest.mark.parametrize("n", SIZES)
 def test_fprop_and_decode_at_every_tile_edge(n, k):
     a, b = operands(max(EDGES), n, k, "gemm_nt")
-    want = triton("gemm_nt", a, b)
+    want = triton_kernels.gemm_nt(a, b)
     exact = reference.gemm_nt_float64(a, b)
     finite = exact.isfinite().all(dim=1)
     assert relative_error(native("gemm_nt", a, b)[finite], exact[finite]) < 2.5e-3
@@ -116,7 +112,7 @@ def test_wgrad_from_the_layouts_of_the_backward(nk, tokens):
     b = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
     for out_dtype, limit in ((torch.float32, 5e-4), (torch.bfloat16, 2.5e-3)):
         got = poisoned_call("wgrad", a, b, out_dtype)
-        assert torch.equal(bits(got), bits(triton("wgrad", a, b, out_dtype=out_dtype)))
+        assert torch.equal(bits(got), bits(triton_kernels.wgrad(a, b, out_dtype=out_dtype)))
         exact = reference.wgrad_float64(a, b)
         finite = exact.isfinite().all(dim=1)
         assert relative_error(got[finite], exact[finite]) < limit
@@ -184,7 +180,7 @@ def test_bias_is_added_in_fp32_before_the_one_rounding(kernel, dtype):
     a, b = operands(90, 712, 1024, "gemm_nt")
     bias = (100 * gaussian(1, 712)[0]).to(dtype).cuda()
     got = native("gemm_nt", a, b, Plan(kernel), bias=bias)
-    assert torch.equal(bits(got), bits(triton("gemm_nt", a, b, bias=bias)))
+    assert torch.equal(bits(got), bits(triton_kernels.gemm_nt(a, b, bias=bias)))
 
 
 def test_k_blocks_are_added_in_ascending_order():

@@ -126,17 +126,6 @@ def test_fprop_of_qdata_equals_fprop_of_rows(rule):
         assert torch.equal(fprop_quantized(quantized, *weight, b), kernels.fprop(quantized.source, *weight, b, rule))
 
 
-def test_fprop_raises_for_mismatched_qdata():
-    weight = kernels.quantize_128x128(normal(384, 256), "fp32")
-    qdata, scales = kernels.quantize_1x128(normal(3, 128), "fp32")
-    with pytest.raises(ValueError, match=r"gemm_nt: A .*\(3, 128\) .* does not fit B .*\(384, 256\)"):
-        fprop_quantized(QuantizedTensor(qdata, scales), *weight, None)
-    with pytest.raises(ValueError, match="A torch.bfloat16 .* expected E4M3"):
-        fprop_quantized(QuantizedTensor(normal(3, 256), scales), *weight, None)
-    with pytest.raises(ValueError, match="B torch.bfloat16 .* expected E4M3"):
-        fprop_quantized(QuantizedTensor(qdata, scales), normal(384, 128), weight.scales, None)
-
-
 def test_wrong_inputs_raise():
     x = normal(4, 200)
     with pytest.raises(ValueError, match=r"rows of 200 elements are not whole groups of 128"):

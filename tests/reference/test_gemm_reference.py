@@ -153,6 +153,8 @@ def test_mismatched_shapes_are_refused():
         reference.wgrad(a, b)
     with pytest.raises(ValueError, match=r"bias has shape \(129,\), expected \(130,\)"):
         reference.gemm_nt(a, b, torch.zeros(129))
+    with pytest.raises(ValueError, match=r"B torch.bfloat16 .* expected E4M3"):
+        reference.gemm_nt(a, QuantizedTensor(b.qdata.bfloat16(), b.scales))
 
 
 @pytest.mark.parametrize("rule", SCALE_RULES)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from jetrl_verl import kernels
-from jetrl_verl.config.options import UnsupportedConfiguration
+from jetrl_verl.config import UnsupportedConfiguration
 from jetrl_verl.models import UnsupportedOperation
 from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Report what another verl or vLLM would cost: `make upgrade-check VERL=0.9.1 VLLM=0.33.0`; default: the newest.
 
-Downloads the wheels, unpacks their Python files into build/upgrade/ and runs `scripts/reach.py --against`. .venv stays
-as it is, and nothing of the wheels is imported.
+Downloads the wheels, unpacks their Python files into build/upgrade/ and runs `scripts/reach.py --against`. A value with
+a slash is the path of a checkout. .venv stays as it is, and nothing of another release is imported.
 """
 
 import argparse
@@ -17,7 +17,9 @@ TARGET = ROOT / "build" / "upgrade"
 
 
 def unpacked(pip: str, project: str, version: str) -> tuple[str, Path]:
-    """Download a project and unpack its Python files. Returns its version and their folder."""
+    """Download a project and unpack its Python files. Returns its version, or a checkout's path, and their folder."""
+    if "/" in version:
+        return version, Path(version).expanduser().resolve() / project
     wheels = TARGET / "wheels"
     asked = f"{project}=={version}" if version else project
     words = ["download", "-q", "--no-deps", "--only-binary=:all:", "--dest", wheels / (version or "newest"), asked]
@@ -34,8 +36,8 @@ def unpacked(pip: str, project: str, version: str) -> tuple[str, Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pip", default=sys.executable, help="an interpreter that has pip")
-    parser.add_argument("--verl", default="", help="version; the newest without")
-    parser.add_argument("--vllm", default="", help="version; the newest without")
+    parser.add_argument("--verl", default="", help="version or checkout; the newest without")
+    parser.add_argument("--vllm", default="", help="version or checkout; the newest without")
     options = parser.parse_args()
     releases = {project: unpacked(options.pip, project, getattr(options, project)) for project in ("verl", "vllm")}
     print("against", ", ".join(f"{project} {version}" for project, (version, _) in releases.items()), flush=True)

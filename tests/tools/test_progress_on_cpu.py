@@ -31,6 +31,7 @@ def test_forwarded_exceptions_and_startup_notes_are_not_errors(tmp_path, capsys,
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     composition._say.cache_clear()
     node = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
+    monkeypatch.setattr(composition, "refusals", lambda *_: ())  # the node alone is no job
     composition.resolve(OmegaConf.create({"jetrl": node}))
     note = capsys.readouterr().err
     passed = "ray.exceptions.RayTaskError: \x1b[36mray::vLLMHttpServer.collective_rpc()\x1b[39m (pid=7, repr=<...>)\n"

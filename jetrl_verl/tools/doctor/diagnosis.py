@@ -139,7 +139,7 @@ def check_gpus(kernels: dict[str, Any], drivers: list[str]) -> Iterator[Finding]
             yield Finding(f"GPU {index} memory", OK, memory)
     if gap := kernels.get("gap"):
         refused = "jet_fp8_exact, bf16_shared and jet_fp8 of a mixture are refused"
-        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 of a dense model runs stock operations, {refused}")
+        yield Finding(SHARED, NOTE, f"{gap}; jet_fp8 of a dense model needs jetrl.operations=stock, {refused}")
     if gpus and not os.environ.get("CC") and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         fix = "install gcc, or set CC to a compiler"
         yield Finding("C compiler", WRONG, "none, and Triton compiles its launchers with one", fix)

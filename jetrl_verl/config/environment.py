@@ -80,7 +80,7 @@ def check_patches(job: Job) -> None:
     for patch, state in installed_states():
         if patch.needed and state not in (STOCK, PATCHED):
             mismatch = patch.mismatch(state).rpartition(". Install ")[0]
-            remedy = f"Set up {patch.project} {patch.version}, or precision=bf16"
+            remedy = f"Set up {patch.pinned}, or precision=bf16"
             what = f"the installed {patch.project}"
             refuse("patch", precision=job.options.precision, what=what, why=mismatch, remedy=remedy)
 

@@ -175,7 +175,7 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(recipe_wor
     with pytest.raises(UnsupportedConfiguration) as refused:
         check(4)
     assert "mlp.experts.down_proj has shards of shape [2048, 192]" in str(refused.value)
-    assert "tensor_model_parallel_size=2" in str(refused.value)
+    assert "as they are over 2. Set a smaller" in str(refused.value)
 
 
 @pytest.mark.parametrize("script", VARIANTS)

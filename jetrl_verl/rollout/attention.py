@@ -18,7 +18,7 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.catalog import CacheTraits
-from jetrl_verl.rollout.vllm_compat import Attention, AttentionType, FullAttentionSpec, resolve_obj_by_qualname
+from jetrl_verl.rollout import vllm_compat as vllm
 
 # Imported on their own platforms alone.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
@@ -55,7 +55,7 @@ def _check(impl: Any) -> None:
 
 
 def _is_plain(impl: Any) -> bool:
-    plain = impl.attn_type == AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
+    plain = impl.attn_type == vllm.AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
     return plain and not impl.logits_soft_cap and impl.kv_sharing_target_layer_name is None
 
 
@@ -83,14 +83,16 @@ def _check_for_cache(impl: Any, traits: CacheTraits) -> None:
             refuse("fp8_kv_cache_in_vllm", what=what)
 
 
-def _spec(layer: Attention, vllm_config: Any, *, head: tuple[int, torch.dtype]) -> FullAttentionSpec:
+def _spec(layer: vllm.Attention, vllm_config: Any, *, head: tuple[int, torch.dtype]) -> vllm.FullAttentionSpec:
     """The layer's cache as vLLM counts it; ``head``: (elements of a head, their dtype)."""
     # It may have changed since the layer was built.
     block_size = vllm_config.cache_config.block_size
-    return FullAttentionSpec(block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=head[0], dtype=head[1])
+    return vllm.FullAttentionSpec(
+        block_size=block_size, num_kv_heads=layer.num_kv_heads, head_size=head[0], dtype=head[1]
+    )
 
 
-def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
+def share_attention(layer: vllm.Attention, kv_cache: KVCache | None = None) -> None:
     """Give a layer the shared backend and implementation.
 
     Args:
@@ -103,7 +105,7 @@ def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
     stock = layer.get_attn_backend()
     kv_cache = kv_cache or formats.kv_cache(formats.UNQUANTIZED)
     path = _BACKENDS.get(stock.get_name())
-    shared = resolve_obj_by_qualname(path.format(kv_cache.traits.backend)) if path is not None else None
+    shared = vllm.resolve_obj_by_qualname(path.format(kv_cache.traits.backend)) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
         what = f"the attention backend {stock.get_name()} ({stock.__module__})"
         refuse("attention_backend_in_vllm", what=what)
@@ -119,5 +121,5 @@ def share_attention(layer: Attention, kv_cache: KVCache | None = None) -> None:
 def share_attention_layers(model: torch.nn.Module, kv_cache: KVCache | None = None) -> None:
     """:func:`share_attention` of every attention layer of a model."""
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, vllm.Attention):
             share_attention(module, kv_cache)

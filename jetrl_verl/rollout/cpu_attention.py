@@ -13,10 +13,24 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.reference.kv_cache import HEAD_DIM
-from jetrl_verl.rollout.vllm_compat import CPUAttentionBackend, CPUAttentionBackendImpl, CPUAttentionMetadataBuilder
+from jetrl_verl.rollout import vllm_compat as vllm
 
 
-class SharedCPUAttention(CPUAttentionBackendImpl):
+class _PagedAttention(vllm.CPUAttentionBackendImpl):
+    """``_attend(query, cache, ...)`` instead of vLLM's kernel."""
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ) -> torch.Tensor:
+        if attn_metadata is None:  # vLLM's warm-up
+            return output
+        tokens = attn_metadata.num_actual_tokens
+        batch = attn_metadata.query_start_loc, attn_metadata.seq_lens, attn_metadata.block_table
+        output[:tokens] = self._attend(query[:tokens], kv_cache, *batch, self.scale)
+        return output
+
+
+class SharedCPUAttention(_PagedAttention):
     """``kernels.paged_attention`` on vLLM's cache."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
@@ -25,24 +39,11 @@ class SharedCPUAttention(CPUAttentionBackendImpl):
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         return kernels.norm_rotary_write(*heads, *_pages(kv_cache), slot_mapping)
 
-    def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
-    ) -> torch.Tensor:
-        if attn_metadata is None:  # vLLM's warm-up
-            return output
-        tokens = attn_metadata.num_actual_tokens
-        output[:tokens] = kernels.paged_attention(
-            query[:tokens],
-            *_split(kv_cache),
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            attn_metadata.block_table,
-            self.scale,
-        )
-        return output
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, *batch) -> torch.Tensor:
+        return kernels.paged_attention(query, *_split(kv_cache), *batch)
 
 
-class SharedCPUAttentionBackend(CPUAttentionBackend):
+class SharedCPUAttentionBackend(vllm.CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[SharedCPUAttention]:
         return SharedCPUAttention
@@ -58,7 +59,7 @@ def _pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(part.transpose(1, 2) for part in _split(kv_cache))
 
 
-class FP8CPUAttention(CPUAttentionBackendImpl):
+class FP8CPUAttention(_PagedAttention):
     """``kernels.paged_attention_fp8`` on pages of FP8 data."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
@@ -67,31 +68,18 @@ class FP8CPUAttention(CPUAttentionBackendImpl):
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
         return kernels.norm_rotary_write_fp8(*heads, kv_cache, slot_mapping)
 
-    def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
-    ) -> torch.Tensor:
-        if attn_metadata is None:  # vLLM's warm-up
-            return output
-        tokens = attn_metadata.num_actual_tokens
-        output[:tokens] = kernels.paged_attention_fp8(
-            query[:tokens],
-            kv_cache,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            attn_metadata.block_table,
-            self.scale,
-        )
-        return output
+    def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, *batch) -> torch.Tensor:
+        return kernels.paged_attention_fp8(query, kv_cache, *batch)
 
 
-class FP8CPUAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
+class FP8CPUAttentionMetadataBuilder(vllm.CPUAttentionMetadataBuilder):
     """vLLM's builder plans for its own kernel, so it gets the model's head size, not that of the cache."""
 
     def __init__(self, kv_cache_spec, *args, **kwargs) -> None:
         super().__init__(replace(kv_cache_spec, head_size=HEAD_DIM, head_size_v=HEAD_DIM), *args, **kwargs)
 
 
-class FP8CPUAttentionBackend(CPUAttentionBackend):
+class FP8CPUAttentionBackend(vllm.CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[FP8CPUAttention]:
         return FP8CPUAttention

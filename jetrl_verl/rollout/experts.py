@@ -20,15 +20,8 @@ from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, leaf, place
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
+from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.row_parallel import reduce_ranks
-from jetrl_verl.rollout.vllm_compat import (
-    FusedMoEMethodBase,
-    FusedMoeWeightScaleSupported,
-    MoEActivation,
-    Qwen3MoeSparseMoeBlock,
-    RoutedExperts,
-    set_weight_attrs,
-)
 
 REACHES = (
     "vllm.model_executor.models.qwen3_moe:Qwen3MoeDecoderLayer.forward",
@@ -37,10 +30,10 @@ REACHES = (
 """Code that passes a block's rows to the following norm unchanged; scripts/reach.py watches it."""
 
 
-class JetExpertsMethod(FusedMoEMethodBase):
+class JetExpertsMethod(vllm.FusedMoEMethodBase):
     """Experts whose weights arrive as qdata and scales."""
 
-    def __init__(self, config: Any, layer: RoutedExperts) -> None:
+    def __init__(self, config: Any, layer: vllm.RoutedExperts) -> None:
         super().__init__(layer.moe_config)
         self.config = config
         self.format = formats.get(config.format_name)
@@ -57,7 +50,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
             refuse("mixture_over_replicas", what=f"the mixture of experts {config.path}", scope=scope)
         if parallel.is_sequence_parallel:
             refuse("mixture_split_by_sequence")
-        if layer.activation != MoEActivation.SILU:
+        if layer.activation != vllm.MoEActivation.SILU:
             why = f"experts multiply by SiLU, and its activation is {layer.activation.value}"
             what = f"the mixture of experts {config.path}"
             refuse("expert_activation", precision=config.precision, what=what, why=why)
@@ -71,7 +64,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: RoutedExperts,
+        layer: vllm.RoutedExperts,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -91,9 +84,9 @@ class JetExpertsMethod(FusedMoEMethodBase):
             scales = torch.ones(num_experts, *self.format.scales_shape(n, k), dtype=self.format.scale_dtype)
             layer.register_parameter(name, torch.nn.Parameter(qdata, requires_grad=False))
             layer.register_parameter(name + SCALE_SUFFIX, torch.nn.Parameter(scales, requires_grad=False))
-            set_weight_attrs(layer.get_parameter(name), attributes)
-            block_scales = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
-            set_weight_attrs(layer.get_parameter(name + SCALE_SUFFIX), attributes | block_scales)
+            vllm.set_weight_attrs(layer.get_parameter(name), attributes)
+            block_scales = {"quant_method": vllm.FusedMoeWeightScaleSupported.BLOCK.value}
+            vllm.set_weight_attrs(layer.get_parameter(name + SCALE_SUFFIX), attributes | block_scales)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave qdata and scales as they arrived."""
@@ -101,7 +94,7 @@ class JetExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
         """None: no vLLM kernel runs."""
 
-    def experts(self, layer: RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> UncombinedRows:
+    def experts(self, layer: vllm.RoutedExperts, x: QuantizedTensor, logits: torch.Tensor) -> UncombinedRows:
         """This rank's outputs of each token's experts, chosen by FP32 logits ``[T, E]``."""
         weights, segments, rows = kernels.route_and_permute(logits, x, layer.top_k, layer.renormalize)
         gate_up = QuantizedTensor(layer.w13_weight, layer.w13_weight_scale_inv)
@@ -117,14 +110,14 @@ class JetExpertsMethod(FusedMoEMethodBase):
         return True
 
     def apply_monolithic(
-        self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: Any = None
+        self, layer: vllm.RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: Any = None
     ) -> torch.Tensor:
         """Called by vLLM if operations are stock."""
         quantized = self.format.quantize_activation(x, self.config.scale_rule)
         return kernels.combine(*self.experts(layer, quantized, router_logits.float()))
 
 
-class SharedMixture(Qwen3MoeSparseMoeBlock):
+class SharedMixture(vllm.Qwen3MoeSparseMoeBlock):
     """Router and experts with the trainer's operations.
 
     Attributes:
@@ -166,7 +159,7 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
     Raises:
         UnsupportedConfiguration: a block that the shared operations do not cover.
     """
-    if type(block) is not Qwen3MoeSparseMoeBlock:
+    if type(block) is not vllm.Qwen3MoeSparseMoeBlock:
         refuse("layer_class_in_vllm", what=f"the layer {type(block).__name__}")
     block.__class__ = SharedMixture
     block.check(ordered)
@@ -219,7 +212,7 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
 
 
 def expert_parameters(
-    layer: RoutedExperts, mixture: Experts
+    layer: vllm.RoutedExperts, mixture: Experts
 ) -> Iterator[tuple[str, str, int, slice, slice, tuple[int, int]]]:
     """The parts of a layer's experts that this worker has, by shapes and ranks alone.
 

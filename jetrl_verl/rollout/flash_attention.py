@@ -13,9 +13,9 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.kernels import native as kernels_native
 from jetrl_verl.reference import cache_shape
-from jetrl_verl.rollout.vllm_compat import AttentionCGSupport, CommonAttentionMetadata, flash_attention
+from jetrl_verl.rollout import vllm_compat as vllm
 
-_stock = flash_attention()
+_stock = vllm.flash_attention()
 
 REACHES = (
     "vllm.v1.attention.backend:CommonAttentionMetadata",
@@ -57,12 +57,12 @@ class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
         self.max_num_splits = 1
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> vllm.AttentionCGSupport:
         if kernels_native.unavailable() is not None:
             return super().get_cudagraph_support(vllm_config, kv_cache_spec)
         # A graph for batches of any kind is captured with one new token a request, and would replay our decode kernel
         # for chunks.
-        return AttentionCGSupport.UNIFORM_BATCH
+        return vllm.AttentionCGSupport.UNIFORM_BATCH
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         most = self.max_cudagraph_size if self.use_full_cuda_graph else None
@@ -72,7 +72,7 @@ class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
         metadata.max_num_splits, metadata.jetrl_decodes = 1, decodes
         return metadata
 
-    def _are_decodes(self, batch: CommonAttentionMetadata) -> bool:
+    def _are_decodes(self, batch: vllm.CommonAttentionMetadata) -> bool:
         """Whether ``batch`` has one new token of each request, padding aside, and our kernel computes it in every
         layer."""
         if batch.max_query_len != 1 or batch.num_actual_tokens < batch.num_reqs or self.dcp_world_size != 1:
@@ -178,10 +178,10 @@ class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
         self.aot_schedule = False  # FlashAttention runs on chunks alone
 
     @classmethod
-    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
+    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> vllm.AttentionCGSupport:
         # Without the native kernel a decode step reads lengths on the host.
         native = kernels_native.unavailable() is None
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if native else AttentionCGSupport.NEVER
+        return vllm.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if native else vllm.AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)

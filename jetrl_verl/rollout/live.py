@@ -17,14 +17,8 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
+from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import expert_parameters
-from jetrl_verl.rollout.vllm_compat import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RoutedExperts,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
 from jetrl_verl.sync.contract import LiveTensor
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.stacks import parts_of
@@ -33,7 +27,7 @@ from jetrl_verl.sync.wire import Entry, Kind, entries_of
 
 def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
     """(rows held, first row in the parameter, first row in the trainer's tensor, its rows) of each stacked piece."""
-    if isinstance(layer, QKVParallelLinear):
+    if isinstance(layer, vllm.QKVParallelLinear):
         q = layer.num_heads * layer.head_size
         kv = layer.num_kv_heads * layer.head_size
         kv_rank = layer.tp_rank // layer.num_kv_head_replicas
@@ -70,7 +64,7 @@ class _Parameter(NamedTuple):
 
 
 def _experts(
-    prefix: str, layer: RoutedExperts, mixture: Experts, own: dict[str, torch.Tensor]
+    prefix: str, layer: vllm.RoutedExperts, mixture: Experts, own: dict[str, torch.Tensor]
 ) -> dict[str, LiveTensor]:
     """The live tensors of one layer's experts, flattened to ``[E N, K]``."""
     tensors = {}
@@ -103,7 +97,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         if not own:
             continue
         location = place(prefix)
-        if isinstance(layer, RoutedExperts):
+        if isinstance(layer, vllm.RoutedExperts):
             live |= _experts(f"{location.layer}.{mixture.module}", layer, mixture, own)
             continue
         for leaf, data in own.items():
@@ -111,17 +105,17 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 continue
             width = data.shape[1] if data.ndim > 1 else 1
             first_column, whole_columns = 0, width
-            if isinstance(layer, RowParallelLinear) and data.ndim > 1:
+            if isinstance(layer, vllm.RowParallelLinear) and data.ndim > 1:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
             scales = own.get(leaf + SCALE_SUFFIX)
             value = data if scales is None else QuantizedWeight(layer.quant_method.format, data, scales)
             parameter = _Parameter(value, columns, whole_columns)
-            if isinstance(layer, QKVParallelLinear | MergedColumnParallelLinear):
+            if isinstance(layer, vllm.QKVParallelLinear | vllm.MergedColumnParallelLinear):
                 pieces = zip(merged[location.module], _pieces(layer), strict=True)
                 for piece, (rows, start, first, whole) in pieces:
                     live[f"{location.layer}.{piece}.{leaf}"] = parameter.part(rows, start, first, whole)
-            elif isinstance(layer, VocabParallelEmbedding):
+            elif isinstance(layer, vllm.VocabParallelEmbedding):
                 first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
                 part = parameter.part(last - first, 0, first, layer.org_vocab_size)
                 live[f"{prefix}.{leaf}"] = replace(part, padding=data[last - first :])
@@ -136,7 +130,7 @@ def live_routing(model: torch.nn.Module) -> Routing | None:
     Raises:
         UnsupportedConfiguration: its layers choose differently.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
+    layers = [layer for layer in model.modules() if isinstance(layer, vllm.RoutedExperts)]
     routings = {
         Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
     }

@@ -22,25 +22,12 @@ from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import JetExpertsMethod
 from jetrl_verl.rollout.row_parallel import order_reduction
-from jetrl_verl.rollout.vllm_compat import (
-    BasevLLMParameter,
-    BlockQuantScaleParameter,
-    ChannelQuantScaleParameter,
-    LinearBase,
-    LinearMethodBase,
-    ModelWeightParameter,
-    QuantizationConfig,
-    QuantizeMethodBase,
-    RoutedExperts,
-    UnquantizedLinearMethod,
-    get_tensor_model_parallel_world_size,
-    register_weight_loader_v2_supported_method,
-)
 
 
-class JetQuantizationConfig(QuantizationConfig):
+class JetQuantizationConfig(vllm.QuantizationConfig):
     """Configuration of a method, from ``hf_overrides.quantization_config``, where the driver put it (``Job.for_vllm``).
 
     Attributes:
@@ -97,30 +84,30 @@ class JetQuantizationConfig(QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config
 
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> vllm.QuantizeMethodBase | None:
         """The format's method for a planned projection or for experts, vLLM's BF16 method for every other layer.
 
         Raises:
             UnsupportedConfiguration: the model or this layer is not supported.
         """
-        if not isinstance(layer, LinearBase | RoutedExperts):
+        if not isinstance(layer, vllm.LinearBase | vllm.RoutedExperts):
             return None
         with explained(self.path, self.precision):
             return self._method_of(layer, prefix)
 
-    def _method_of(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase:
-        ranks = get_tensor_model_parallel_world_size()
+    def _method_of(self, layer: torch.nn.Module, prefix: str) -> vllm.QuantizeMethodBase:
+        ranks = vllm.get_tensor_model_parallel_world_size()
         plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
         location, names = place(prefix), family(self._hf_config)
-        if isinstance(layer, RoutedExperts):
+        if isinstance(layer, vllm.RoutedExperts):
             return JetExpertsMethod(self, layer) if plans[names.experts.down].quantized else None
         if location is not None and names.experts is not None and location.module == names.experts.router:
-            return UnquantizedLinearMethod()
+            return vllm.UnquantizedLinearMethod()
         pieces = names.pieces.get(location.module) if location is not None else None
         if pieces is None:
             raise UnsupportedLayer(f"its family has no linear layer {prefix}", "linear_of_no_family")
         if not all(plans[piece].quantized for piece in pieces):
-            return UnquantizedLinearMethod()
+            return vllm.UnquantizedLinearMethod()
         return JetLinearMethod(self)
 
     @property
@@ -146,8 +133,8 @@ CONFIGS = {method: _config_class(format_name) for format_name, method in formats
 """Name of a method -> its configuration class."""
 
 
-@register_weight_loader_v2_supported_method
-class JetLinearMethod(LinearMethodBase):
+@vllm.register_weight_loader_v2_supported_method
+class JetLinearMethod(vllm.LinearMethodBase):
     """Linear layer whose weight arrives as qdata and scales of ``format``."""
 
     def __init__(self, config: JetQuantizationConfig) -> None:
@@ -175,20 +162,20 @@ class JetLinearMethod(LinearMethodBase):
         rows, columns = sum(output_partition_sizes), input_size_per_partition
         layer.logical_widths = output_partition_sizes
         qdata = torch.empty(self.format.qdata_shape(rows, columns), dtype=self.format.dtype)
-        weight = ModelWeightParameter(data=qdata, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        weight = vllm.ModelWeightParameter(data=qdata, input_dim=1, output_dim=0, weight_loader=weight_loader)
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight" + SCALE_SUFFIX, self._scales(layer, rows, columns, weight_loader))
 
     def _scales(
         self, layer: torch.nn.Module, rows: int, columns: int, weight_loader: Callable[..., None]
-    ) -> BasevLLMParameter:
+    ) -> vllm.BasevLLMParameter:
         """Scales of a ``[rows, columns]`` weight, in the parameter class that vLLM's loaders place them by."""
         scales = torch.ones(self.format.scales_shape(rows, columns), dtype=self.format.scale_dtype)
         if self.format.columns_per_scale is None:
-            return ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=weight_loader)
+            return vllm.ChannelQuantScaleParameter(data=scales, output_dim=0, weight_loader=weight_loader)
         # Read by vLLM's block-scale loaders to place a merged or sharded piece.
         layer.weight_block_size = [self.format.rows_per_scale, self.format.columns_per_scale]
-        return BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=weight_loader)
+        return vllm.BlockQuantScaleParameter(data=scales, input_dim=1, output_dim=0, weight_loader=weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave qdata and scales as they arrived. verl calls this after every sync."""

@@ -14,13 +14,7 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.rollout.vllm_compat import (
-    CompilationConfig,
-    Qwen3Attention,
-    Qwen3MoeAttention,
-    get_attention_context,
-    unified_attention_with_output,
-)
+from jetrl_verl.rollout import vllm_compat as vllm
 
 REACHES = (
     "vllm.config.compilation:CompilationConfig.splitting_ops",
@@ -61,7 +55,7 @@ def qk_norm_attention(
         out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
         layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
-    _, layer, kv_cache, slots = get_attention_context(layer_name)
+    _, layer, kv_cache, slots = vllm.get_attention_context(layer_name)
     width, kv_heads = layer.head_size, layer.num_kv_heads
     q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
     parameters = q_weight, k_weight, eps, table, positions.flatten()
@@ -70,10 +64,10 @@ def qk_norm_attention(
     else:
         q = layer.impl.norm_rotary_write((q, k, v, *parameters), kv_cache, slots)
     # Keys and values are read from the cache alone.
-    unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
+    vllm.unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
 
 
-def split_at_attention(config: CompilationConfig) -> None:
+def split_at_attention(config: vllm.CompilationConfig) -> None:
     """Make vLLM cut a compiled model at :func:`qk_norm_attention` if it cuts at its own attention, in place."""
     if VLLMS_ATTENTION in (config.splitting_ops or ()) and ATTENTION not in config.splitting_ops:
         config.splitting_ops.append(ATTENTION)
@@ -109,9 +103,9 @@ class _SharedHeads:
         return output(out)[0]
 
 
-class SharedQwen3Attention(_SharedHeads, Qwen3Attention):
+class SharedQwen3Attention(_SharedHeads, vllm.Qwen3Attention):
     """Qwen3."""
 
 
-class SharedQwen3MoeAttention(_SharedHeads, Qwen3MoeAttention):
+class SharedQwen3MoeAttention(_SharedHeads, vllm.Qwen3MoeAttention):
     """Qwen3's mixtures of experts."""

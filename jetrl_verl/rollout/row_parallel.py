@@ -21,7 +21,7 @@ from jetrl_verl.config.support.scopes import FUSIONS_OF_REDUCTIONS
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
-from jetrl_verl.rollout.vllm_compat import RowParallelLinear, VllmConfig, get_tp_group, tensor_model_parallel_all_reduce
+from jetrl_verl.rollout import vllm_compat as vllm
 
 MAX_ORDER_INVARIANT_RANKS = 2
 """Up to this many ranks any order of addition has the same bits, if it rounds to nearest."""
@@ -41,7 +41,7 @@ def stock_all_reduce_matches(ranks: int, on_gpu: bool) -> bool:
 
 def custom_all_reduce() -> Any:
     """vLLM's custom all-reduce of this engine's ranks, None if there is none."""
-    custom = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    custom = getattr(vllm.get_tp_group().device_communicator, "ca_comm", None)
     return None if custom is None or custom.disabled else custom
 
 
@@ -51,7 +51,7 @@ def find_one_stage(device: torch.device) -> bool:
     A collective: every rank calls it once, after vLLM's communicators start and outside of CUDA graphs. Returns whether
     all ranks have the bits of ``kernels.sum_of_ranks``; the kernel is then used.
     """
-    group, custom = get_tp_group(), custom_all_reduce()
+    group, custom = vllm.get_tp_group(), custom_all_reduce()
     if custom is None:
         return False
     asked, ordered = ALGORITHM not in os.environ, True
@@ -74,12 +74,12 @@ def _in_one_stage(x: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(x: torch.Tensor) -> torch.Tensor:
-    group = get_tp_group()
+    group = vllm.get_tp_group()
     return kernels.sum_of_ranks(group.all_gather(x, 0).unflatten(0, (group.world_size, -1)).unbind(0))
 
 
 def _by_rows(x: torch.Tensor) -> torch.Tensor:
-    group, rows = get_tp_group(), x.shape[0]
+    group, rows = vllm.get_tp_group(), x.shape[0]
     x = F.pad(x, (0, 0, 0, -rows % group.world_size)).contiguous()
     mine = torch.empty_like(x)
     dist.all_to_all_single(mine, x, group=group.device_group)
@@ -102,7 +102,7 @@ def ordered_all_reduce(x: torch.Tensor) -> torch.Tensor:
     return _ordered_all_reduce(x)
 
 
-class OrderedRowParallelLinear(RowParallelLinear):
+class OrderedRowParallelLinear(vllm.RowParallelLinear):
     """vLLM's own, with the products of ranks added in the trainer's order."""
 
     def forward(self, input_: torch.Tensor):
@@ -117,7 +117,7 @@ def order_reduction(layer: torch.nn.Module) -> None:
     Raises:
         UnsupportedConfiguration: a row-parallel layer that gets whole rows, or does not reduce.
     """
-    if type(layer) is not RowParallelLinear or stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
+    if type(layer) is not vllm.RowParallelLinear or stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
         return
     if not (layer.input_is_parallel and layer.reduce_results):
         over = f"the row-parallel layer {layer.prefix} over {layer.tp_size} GPUs"
@@ -125,7 +125,7 @@ def order_reduction(layer: torch.nn.Module) -> None:
     layer.__class__ = OrderedRowParallelLinear
 
 
-def fused_reductions(config: VllmConfig) -> list[str]:
+def fused_reductions(config: vllm.VllmConfig) -> list[str]:
     """The enabled passes of an engine over several ranks that replace a layer's all-reduce."""
     if config.parallel_config.tensor_parallel_size == 1:
         return []
@@ -134,6 +134,6 @@ def fused_reductions(config: VllmConfig) -> list[str]:
 
 def reduce_ranks(x: torch.Tensor) -> torch.Tensor:
     """The reduction of this engine's row-parallel layers."""
-    if stock_all_reduce_matches(get_tp_group().world_size, x.is_cuda):
-        return tensor_model_parallel_all_reduce(x)
+    if stock_all_reduce_matches(vllm.get_tp_group().world_size, x.is_cuda):
+        return vllm.tensor_model_parallel_all_reduce(x)
     return ordered_all_reduce(x)

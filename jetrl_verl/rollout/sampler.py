@@ -14,21 +14,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.rollout.vllm_compat import (
-    NO_LOGPROBS,
-    InputBatch,
-    LogitBiasLogitsProcessor,
-    LogprobsTensors,
-    MinPLogitsProcessor,
-    MinTokensLogitsProcessor,
-    Sampler,
-    SamplerOutput,
-    SamplerOutputV2,
-    SamplerV2,
-    SamplingMetadata,
-    SamplingStates,
-    get_num_sampled_and_rejected,
-)
+from jetrl_verl.rollout import vllm_compat as vllm
 
 REACHES = (
     "vllm.v1.outputs:LogprobsTensors",
@@ -77,8 +63,8 @@ def shared_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
 class _SharedSampling:
     """What both samplers do in a step. A mixin of vLLM's; a subclass reads its runner's form of the requests:
 
-    * ``_from_whole_softmax(logits, step)``: whether every request draws from ``softmax(logits / temperature)``, none
-      has a seed, and none wants more than its token's log-probability;
+    * ``_is_plain(logits, step)``: whether no request is greedy, has a seed or a thinking budget, or wants more than its
+      token's log-probability;
     * ``_altered(logits, step)``: boolean ``[N]``, rows whose requests draw from another distribution; None if no row;
     * ``_temperature(step)``: ``[N]``, None if all requests are greedy;
     * ``_random_bits(logits, step)``: two int64 ``[N]`` from which ``kernels.draw_tokens`` draws;
@@ -92,12 +78,12 @@ class _SharedSampling:
     token_dtype: torch.dtype
 
     def _draws(self, logits: torch.Tensor, step: Any) -> bool:
-        """Whether :meth:`draw` covers a step."""
+        """Whether :meth:`draw` covers a step in which every request draws from ``softmax(logits / temperature)``."""
         return (
             self.logprobs_mode == "processed_logprobs"
             and not self.use_fp64_gumbel
             and logits.dtype == torch.float32
-            and self._from_whole_softmax(logits, step)
+            and self._is_plain(logits, step)
         )
 
     def draw(self, logits: torch.Tensor, step: Any) -> Any:
@@ -106,10 +92,10 @@ class _SharedSampling:
         tokens, normalized = kernels.draw_tokens(logits, temperature, *self._random_bits(logits, step))
         ids = tokens.to(self.token_dtype)[:, None]
         if self._reports(step):
-            reported = LogprobsTensors(ids, *kernels.drawn_log_probs(logits, tokens, temperature, normalized))
+            reported = vllm.LogprobsTensors(ids, *kernels.drawn_log_probs(logits, tokens, temperature, normalized))
         return self._output(ids, reported, step)
 
-    def _with_shared_log_probs(self, output: Any, logits: torch.Tensor, step: Any) -> Any:
+    def _with_shared_log_probs(self, output: Any, logits: torch.Tensor, step: Any, altered: torch.Tensor | None) -> Any:
         """``output`` of vLLM's sampler, whose log-probabilities of requests with the whole softmax become shared."""
         tensors = output.logprobs_tensors
         if tensors is not None:
@@ -117,7 +103,6 @@ class _SharedSampling:
             if not tokens.numel():
                 raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")
             shared = shared_log_probs(logits, tokens, self._temperature(step))
-            altered = self._altered(logits, step)
             if altered is not None:
                 shared = torch.where(altered[:, None], tensors.logprobs, shared)
             output.logprobs_tensors = tensors._replace(logprobs=shared)
@@ -126,45 +111,32 @@ class _SharedSampling:
 
 # --- the first runner -------------------------------------------------------------------------------------------------
 
-_IDLE = {
-    MinPLogitsProcessor: lambda processor: not processor.min_p_count,
-    LogitBiasLogitsProcessor: lambda processor: not processor.biases,
-    MinTokensLogitsProcessor: lambda processor: not processor.min_toks,
-}
-"""vLLM's logits processors -> whether one has nothing to do in this step."""
 
-
-class SharedSampler(_SharedSampling, Sampler):
+class SharedSampler(_SharedSampling, vllm.Sampler):
     """For vLLM's first model runner."""
 
     token_dtype = torch.int32
 
-    def forward(self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, *args: Any, **kwargs: Any):
-        if not args and not kwargs and self._draws(logits, sampling_metadata):
+    def forward(self, logits: torch.Tensor, sampling_metadata: vllm.SamplingMetadata, *args: Any, **kwargs: Any):
+        altered = self._altered(logits, sampling_metadata)
+        if altered is None and not args and not kwargs and self._draws(logits, sampling_metadata):
             return self.draw(logits, sampling_metadata)
         # The stock sampler divides by the temperature in place.
         output = super().forward(logits.clone(), sampling_metadata, *args, **kwargs)
-        return self._with_shared_log_probs(output, logits, sampling_metadata)
+        return self._with_shared_log_probs(output, logits, sampling_metadata, altered)
 
-    def _from_whole_softmax(self, logits: torch.Tensor, step: SamplingMetadata) -> bool:
-        # Without a synchronization with the device.
+    def _is_plain(self, logits: torch.Tensor, step: vllm.SamplingMetadata) -> bool:
         budget = step.thinking_budget_state_holder
         return (
-            step.max_num_logprobs in (None, 0)
+            step.all_random
+            and step.max_num_logprobs in (None, 0)
             and not step.logprob_token_ids
             and not step.generators
-            and step.all_random
-            and step.top_p is None
-            and step.top_k is None
-            and step.no_penalties
-            and step.allowed_token_ids_mask is None
-            and not step.bad_words_token_ids
             and not (budget is not None and budget.has_tracked_requests())
-            and all(_IDLE.get(type(processor), lambda _: False)(processor) for processor in step.logitsprocs.all)
             and len(step.temperature) == len(logits)
         )
 
-    def _altered(self, logits: torch.Tensor, step: SamplingMetadata) -> torch.Tensor | None:
+    def _altered(self, logits: torch.Tensor, step: vllm.SamplingMetadata) -> torch.Tensor | None:
         altered, listed = [], set(step.bad_words_token_ids)
         if step.top_p is not None:
             altered.append(step.top_p < 1)
@@ -175,12 +147,12 @@ class SharedSampler(_SharedSampling, Sampler):
         if step.allowed_token_ids_mask is not None:
             altered.append(step.allowed_token_ids_mask.any(dim=1))
         for processor in step.logitsprocs.all:
-            if type(processor) is MinPLogitsProcessor:
+            if type(processor) is vllm.MinPLogitsProcessor:
                 if processor.min_p_count:
                     altered.append(processor.min_p.flatten() > 0)
-            elif type(processor) is LogitBiasLogitsProcessor:
+            elif type(processor) is vllm.LogitBiasLogitsProcessor:
                 listed |= processor.biases.keys()
-            elif type(processor) is MinTokensLogitsProcessor:
+            elif type(processor) is vllm.MinTokensLogitsProcessor:
                 listed |= processor.min_toks.keys()
             else:  # unknown: it may change any row
                 listed.update(range(len(logits)))
@@ -188,18 +160,20 @@ class SharedSampler(_SharedSampling, Sampler):
             altered.append(torch.tensor([row in listed for row in range(len(logits))], device=logits.device))
         return functools.reduce(torch.logical_or, altered) if altered else None
 
-    def _temperature(self, step: SamplingMetadata) -> torch.Tensor | None:
+    def _temperature(self, step: vllm.SamplingMetadata) -> torch.Tensor | None:
         return step.temperature
 
-    def _random_bits(self, logits: torch.Tensor, step: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+    def _random_bits(self, logits: torch.Tensor, step: vllm.SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         # From torch's generator of this device: a seeded engine is reproducible, and all ranks draw the same tokens.
         return torch.empty((2, len(logits)), dtype=torch.int64, device=logits.device).random_().unbind()
 
-    def _reports(self, step: SamplingMetadata) -> bool:
+    def _reports(self, step: vllm.SamplingMetadata) -> bool:
         return step.max_num_logprobs is not None
 
-    def _output(self, ids: torch.Tensor, reported: LogprobsTensors | None, step: SamplingMetadata) -> SamplerOutput:
-        return SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
+    def _output(
+        self, ids: torch.Tensor, reported: vllm.LogprobsTensors | None, step: vllm.SamplingMetadata
+    ) -> vllm.SamplerOutput:
+        return vllm.SamplerOutput(sampled_token_ids=ids, logprobs_tensors=reported)
 
     @staticmethod
     def compute_logprobs(logits: torch.Tensor) -> torch.Tensor:
@@ -211,66 +185,64 @@ class SharedSampler(_SharedSampling, Sampler):
 # --- the second runner ------------------------------------------------------------------------------------------------
 
 
-class SharedSamplerV2(_SharedSampling, SamplerV2):
+class SharedSamplerV2(_SharedSampling, vllm.SamplerV2):
     """For vLLM's second model runner, which keeps the requests' parameters on the host."""
 
     token_dtype = torch.int64
 
-    def __call__(self, logits: torch.Tensor, input_batch: InputBatch):
-        if self._draws(logits, input_batch):
+    def __call__(self, logits: torch.Tensor, input_batch: vllm.InputBatch):
+        altered = self._altered(logits, input_batch)
+        if altered is None and self._draws(logits, input_batch):
             return self.draw(logits, input_batch)
         output = super().__call__(logits, input_batch)  # copies the logits before it changes them
-        return self._with_shared_log_probs(output, logits, input_batch)
+        return self._with_shared_log_probs(output, logits, input_batch, altered)
 
-    def _from_whole_softmax(self, logits: torch.Tensor, step: InputBatch) -> bool:
+    def _is_plain(self, logits: torch.Tensor, step: vllm.InputBatch) -> bool:
         rows, states = step.idx_mapping_np, self.sampling_states
         return (
             not self.compute_nans
             and len(rows) == len(logits)
-            and states.max_num_logprobs(rows) in (NO_LOGPROBS, 0)
+            and states.max_num_logprobs(rows) in (vllm.NO_LOGPROBS, 0)
             and not self.logprob_token_ids_state.max_num_token_ids(rows)
             and bool((states.temperature.np[rows] >= GREEDY).all())
             and not states.any_explicit_seed(rows)
-            and not self._altered_requests()[rows].any()
         )
 
-    def _altered(self, logits: torch.Tensor, step: InputBatch) -> torch.Tensor | None:
-        altered = self._altered_requests()
+    def _altered(self, logits: torch.Tensor, step: vllm.InputBatch) -> torch.Tensor | None:
+        states: vllm.SamplingStates = self.sampling_states
+        cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
+        moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias
+        altered: np.ndarray = cut | moved | (self.bad_words_state.num_bad_words.np != 0)
         if not altered[step.idx_mapping_np].any():
             return None
         return torch.from_numpy(altered).to(logits.device)[step.expanded_idx_mapping]
 
-    def _altered_requests(self) -> np.ndarray:
-        """Boolean ``[max_num_reqs]``: requests that do not draw from the whole softmax."""
-        states: SamplingStates = self.sampling_states
-        cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
-        moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias
-        return cut | moved | (self.bad_words_state.num_bad_words.np != 0)
-
-    def _temperature(self, step: InputBatch) -> torch.Tensor:
+    def _temperature(self, step: vllm.InputBatch) -> torch.Tensor:
         return self.sampling_states.temperature.gpu[step.expanded_idx_mapping]
 
-    def _random_bits(self, logits: torch.Tensor, step: InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _random_bits(self, logits: torch.Tensor, step: vllm.InputBatch) -> tuple[torch.Tensor, torch.Tensor]:
         # As in this runner's own sampler a token depends on its request's seed and position alone.
         positions = step.positions[step.logits_indices]
         return self.sampling_states.seeds.gpu[step.expanded_idx_mapping], positions.to(torch.int64)
 
-    def _reports(self, step: InputBatch) -> bool:
-        return self.sampling_states.max_num_logprobs(step.idx_mapping_np) != NO_LOGPROBS
+    def _reports(self, step: vllm.InputBatch) -> bool:
+        return self.sampling_states.max_num_logprobs(step.idx_mapping_np) != vllm.NO_LOGPROBS
 
-    def _output(self, ids: torch.Tensor, reported: LogprobsTensors | None, step: InputBatch) -> SamplerOutputV2:
+    def _output(
+        self, ids: torch.Tensor, reported: vllm.LogprobsTensors | None, step: vllm.InputBatch
+    ) -> vllm.SamplerOutputV2:
         lengths = step.seq_lens
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
+        num_sampled, num_rejected = vllm.get_num_sampled_and_rejected(
             lengths.new_ones(step.num_reqs),
             lengths,
             step.cu_num_logits,
             step.idx_mapping,
             self.req_states.prefill_len.gpu,
         )
-        return SamplerOutputV2(ids, reported, None, num_sampled, num_rejected)
+        return vllm.SamplerOutputV2(ids, reported, None, num_sampled, num_rejected)
 
 
-_SHARED: dict[type, type] = {Sampler: SharedSampler, SamplerV2: SharedSamplerV2}
+_SHARED: dict[type, type] = {vllm.Sampler: SharedSampler, vllm.SamplerV2: SharedSamplerV2}
 """vLLM's class -> its subclass."""
 
 

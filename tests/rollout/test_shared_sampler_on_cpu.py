@@ -273,7 +273,7 @@ def step() -> SimpleNamespace:
 
 def test_the_second_runner_draws_from_a_requests_seed_and_position(monkeypatch):
     counted = torch.ones(3), torch.zeros(3)
-    monkeypatch.setattr("jetrl_verl.rollout.sampler.get_num_sampled_and_rejected", lambda *args: counted)
+    monkeypatch.setattr("jetrl_verl.rollout.vllm_compat.get_num_sampled_and_rejected", lambda *args: counted)
     logits = 3 * torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(1))
     output = second_sampler()(logits, step())
     temperature = torch.full((3,), 0.7)
@@ -300,7 +300,8 @@ def test_the_second_runner_draws_from_a_requests_seed_and_position(monkeypatch):
 )
 def test_the_second_runner_leaves_any_other_step_to_vllm(changed):
     logits = torch.zeros(3, VOCABULARY)
-    assert second_sampler()._draws(logits, step())
-    assert not second_sampler(**changed)._draws(logits, step())
+    sampler = second_sampler(**changed)
+    assert second_sampler()._altered(logits, step()) is None and second_sampler()._draws(logits, step())
+    assert sampler._altered(logits, step()) is not None or not sampler._draws(logits, step())
     assert not second_sampler()._draws(logits.bfloat16(), step())
     assert not second_sampler()._draws(torch.zeros(6, VOCABULARY), step()), "more than one token a request"

@@ -44,9 +44,7 @@ class SharedCPUAttention(_PagedAttention):
 
 
 class SharedCPUAttentionBackend(vllm.CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[SharedCPUAttention]:
-        return SharedCPUAttention
+    get_impl_cls = staticmethod(lambda: SharedCPUAttention)
 
 
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,13 +78,8 @@ class FP8CPUAttentionMetadataBuilder(vllm.CPUAttentionMetadataBuilder):
 
 
 class FP8CPUAttentionBackend(vllm.CPUAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[FP8CPUAttention]:
-        return FP8CPUAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[FP8CPUAttentionMetadataBuilder]:
-        return FP8CPUAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: FP8CPUAttention)
+    get_builder_cls = staticmethod(lambda: FP8CPUAttentionMetadataBuilder)
 
     @staticmethod
     def get_kv_cache_shape(

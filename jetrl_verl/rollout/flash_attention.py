@@ -36,12 +36,14 @@ class SharedFlashAttention(_stock.FlashAttentionImpl):
             # Requests that pad a CUDA graph have length 0; tokens after those of the requests are padding, too.
             lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
             rows = slice(0, lengths.shape[0])
-            kernels.decode_attention_bf16(query[rows], *kv_cache.unbind(1), lengths, table, self.scale, output[rows])
+            kernels.decode_attention_bf16(
+                query[rows], *vllm.flash_pages(kv_cache), lengths, table, self.scale, output[rows]
+            )
             return output
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return kernels.norm_rotary_write(*heads, *kv_cache.unbind(1), slot_mapping)
+        return kernels.norm_rotary_write(*heads, *vllm.flash_pages(kv_cache), slot_mapping)
 
 
 class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
@@ -85,13 +87,8 @@ class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
 
 
 class SharedFlashAttentionBackend(_stock.FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[SharedFlashAttention]:
-        return SharedFlashAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[SharedFlashAttentionMetadataBuilder]:
-        return SharedFlashAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: SharedFlashAttention)
+    get_builder_cls = staticmethod(lambda: SharedFlashAttentionMetadataBuilder)
 
 
 class FP8FlashAttention(_stock.FlashAttentionImpl):
@@ -199,13 +196,8 @@ class FP8FlashAttentionMetadataBuilder(SharedFlashAttentionMetadataBuilder):
 
 
 class FP8FlashAttentionBackend(_stock.FlashAttentionBackend):
-    @staticmethod
-    def get_impl_cls() -> type[FP8FlashAttention]:
-        return FP8FlashAttention
-
-    @staticmethod
-    def get_builder_cls() -> type[FP8FlashAttentionMetadataBuilder]:
-        return FP8FlashAttentionMetadataBuilder
+    get_impl_cls = staticmethod(lambda: FP8FlashAttention)
+    get_builder_cls = staticmethod(lambda: FP8FlashAttentionMetadataBuilder)
 
     @staticmethod
     def get_kv_cache_shape(

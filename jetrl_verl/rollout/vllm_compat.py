@@ -11,6 +11,7 @@ is imported comes from a function.
 
 from types import ModuleType
 
+import torch
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
 from vllm.model_executor.custom_op import CustomOp
@@ -85,6 +86,11 @@ def flash_attention() -> ModuleType:
     from vllm.v1.attention.backends import flash_attn
 
     return flash_attn
+
+
+def flash_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Keys and values ``[blocks, block size, Hkv, D]`` of a BF16 cache of that backend."""
+    return kv_cache.unbind(1)
 
 
 def cpu_experts() -> ModuleType:

@@ -97,8 +97,7 @@ class _SharedSampling:
 
     def _with_shared_log_probs(self, output: Any, logits: torch.Tensor, step: Any, altered: torch.Tensor | None) -> Any:
         """``output`` of vLLM's sampler, whose log-probabilities of requests with the whole softmax become shared."""
-        tensors = output.logprobs_tensors
-        if tensors is not None:
+        if (tensors := output.logprobs_tensors) is not None:
             tokens = tensors.logprob_token_ids
             if not tokens.numel():
                 raise ValueError("the shared sampler reports sampled and top tokens, not whole rows (logprobs=-1)")

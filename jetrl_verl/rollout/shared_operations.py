@@ -21,21 +21,11 @@ from jetrl_verl.formats.format import Format
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
+from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, share_experts
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
-from jetrl_verl.rollout.vllm_compat import (
-    CustomOp,
-    Llama3RotaryEmbedding,
-    LogitsProcessor,
-    Qwen3Attention,
-    Qwen3MoeAttention,
-    RMSNorm,
-    RotaryEmbedding,
-    RotaryEmbeddingBase,
-    SiluAndMul,
-)
 
 _MODEL = "the model of this engine"
 """The model, in a message about a layer of it."""
@@ -54,7 +44,7 @@ class _ReadByLinear:
     keeps_rows = False
 
 
-class SharedRMSNorm(_ReadByLinear, RMSNorm):
+class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
     """Residual addition and RMSNorm over whole rows, with a weight."""
 
     def check(self) -> None:
@@ -77,7 +67,7 @@ class SharedRMSNorm(_ReadByLinear, RMSNorm):
         return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
 
 
-class SharedSiluAndMul(_ReadByLinear, SiluAndMul):
+class SharedSiluAndMul(_ReadByLinear, vllm.SiluAndMul):
     """``silu(gate) * up`` of ``[M, 2 N]``."""
 
     def check(self) -> None:
@@ -106,15 +96,15 @@ class _SharedRotary:
         return tuple(x.flatten(1) for x in rotated)
 
 
-class SharedRotaryEmbedding(_SharedRotary, RotaryEmbedding):
+class SharedRotaryEmbedding(_SharedRotary, vllm.RotaryEmbedding):
     """Rotary with one frequency per pair of elements."""
 
 
-class SharedLlama3RotaryEmbedding(_SharedRotary, Llama3RotaryEmbedding):
+class SharedLlama3RotaryEmbedding(_SharedRotary, vllm.Llama3RotaryEmbedding):
     """Rotary with Llama 3's scaled frequencies, which are in the table."""
 
 
-class SharedLogitsProcessor(LogitsProcessor):
+class SharedLogitsProcessor(vllm.LogitsProcessor):
     """Logits in FP32."""
 
     def check(self) -> None:
@@ -138,13 +128,13 @@ REACHES = ("vllm.model_executor.custom_op:CustomOp._forward_method",)
 """What this file uses of vLLM through values; scripts/reach.py watches it."""
 
 _SHARED: dict[type, type] = {
-    RMSNorm: SharedRMSNorm,
-    SiluAndMul: SharedSiluAndMul,
-    RotaryEmbedding: SharedRotaryEmbedding,
-    Llama3RotaryEmbedding: SharedLlama3RotaryEmbedding,
-    LogitsProcessor: SharedLogitsProcessor,
-    Qwen3Attention: SharedQwen3Attention,
-    Qwen3MoeAttention: SharedQwen3MoeAttention,
+    vllm.RMSNorm: SharedRMSNorm,
+    vllm.SiluAndMul: SharedSiluAndMul,
+    vllm.RotaryEmbedding: SharedRotaryEmbedding,
+    vllm.Llama3RotaryEmbedding: SharedLlama3RotaryEmbedding,
+    vllm.LogitsProcessor: SharedLogitsProcessor,
+    vllm.Qwen3Attention: SharedQwen3Attention,
+    vllm.Qwen3MoeAttention: SharedQwen3MoeAttention,
 }
 """vLLM's class -> its subclass with another forward."""
 
@@ -156,12 +146,12 @@ def _share(module: torch.nn.Module) -> None:
         refuse("layer_class_in_vllm", what=f"the layer {type(module).__name__}")
     module.__class__ = shared
     module.check()
-    if isinstance(module, CustomOp):
+    if isinstance(module, vllm.CustomOp):
         # Overrides what custom_ops chose among vLLM's own forwards.
         module._forward_method = module._forward_shared
 
 
-def _own_rotary(stock: RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> RotaryEmbeddingBase:
+def _own_rotary(stock: vllm.RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> vllm.RotaryEmbeddingBase:
     """A copy with the shared table; vLLM keeps ``stock`` for every engine of the process."""
     own = copy.copy(stock)
     # A shallow copy shares the dictionary.
@@ -189,12 +179,12 @@ def share_operations(
     rotaries: dict[torch.nn.Module, torch.nn.Module] = {}
     for parent in list(model.modules()):
         for name, module in parent.named_children():
-            if isinstance(module, RotaryEmbeddingBase):
+            if isinstance(module, vllm.RotaryEmbeddingBase):
                 if module not in rotaries:
                     rotaries[module] = _own_rotary(module, config.rope_parameters)
                 setattr(parent, name, rotaries[module])
     for module in model.modules():
-        if isinstance(module, RMSNorm | SiluAndMul | LogitsProcessor):
+        if isinstance(module, vllm.RMSNorm | vllm.SiluAndMul | vllm.LogitsProcessor):
             _share(module)
     share_attention_layers(model, kv_cache)
     for layer, names in family(config).named_layers(model):

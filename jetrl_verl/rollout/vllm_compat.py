@@ -73,11 +73,9 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 def platform_worker() -> type:
     """vLLM's worker class of this platform."""
     if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
+        from vllm.v1.worker.cpu_worker import CPUWorker as Worker
+    else:
+        from vllm.v1.worker.gpu_worker import Worker
     return Worker
 
 

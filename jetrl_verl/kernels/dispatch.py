@@ -141,10 +141,9 @@ def candidates(operation: str, device: torch.device) -> tuple[str, ...]:
 
 
 def implementation(operation: str, backend: str) -> Callable:
-    """The function of a backend, which raises ``ValueError`` for a call that the backend does not support. It may take
-    options of its own as keywords, such as a plan of its launch.
+    """The function of a backend, which raises ``ValueError`` for a call that the backend does not support.
 
-    An operation's arguments are positional; keywords, for tests and benchmarks, say how the backend computes it.
+    An operation's arguments are positional. Keywords, for tests and benchmarks, are the backend's own, such as a plan.
 
     Raises:
         KeyError: the backend does not implement ``operation``.

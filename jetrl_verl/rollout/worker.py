@@ -75,51 +75,27 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             ContractViolation: live parameters differ from what the trainer states.
             RuntimeError: loading failed; raised after all buckets are acknowledged.
         """
-        started = time.perf_counter()
-        if self._jetrl_live is None:
-            self._jetrl_live = LiveMap(self.model_runner.model)
-            self._jetrl_placement, self._jetrl_receiver = Placement(self._jetrl_live), ContractReceiver()
-        self._jetrl_placement.start()
-        self._jetrl_receiver.start()
-        self._jetrl_failure: str | None = None
+        started, config = time.perf_counter(), self.model_runner.vllm_config.quant_config
+        refusal = self._refusal(config)
+        self._jetrl_failure: str | None = refusal
+        if refusal is None:
+            if self._jetrl_live is None:
+                self._jetrl_live = LiveMap(self.model_runner.model)
+                self._jetrl_placement, self._jetrl_receiver = Placement(self._jetrl_live), ContractReceiver()
+            self._jetrl_placement.start()
+            self._jetrl_receiver.start()
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
+        if refusal is not None:
+            raise ContractViolation(f"contract check: {refusal}")
         loaded = time.perf_counter()
-        config = self.model_runner.vllm_config.quant_config
         # A collective: a rank that failed to load takes part, or the others would wait for it.
         reduction = self._stated_reduction(config)
         if self._jetrl_failure is not None:
             raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
-        if not isinstance(config, JetQuantizationConfig):
-            raise ContractViolation(
-                "contract check: the trainer's precision is not bf16, but vLLM was started with quantization="
-                f"{config.get_name() if config else None}. Do not override rollout.engine_kwargs.vllm.quantization."
-            )
-        if (config.operations == "shared" or config.kv_cache.traits.quantized) and not isinstance(self, JetWorker):
-            wanted = "trainer runs shared operations" if config.operations == "shared" else "KV cache is set to FP8"
-            raise ContractViolation(
-                f"contract check: the {wanted}, but vLLM was started with worker_cls="
-                f"{self.vllm_config.parallel_config.worker_cls}. Do not override "
-                "rollout.engine_kwargs.vllm.worker_cls."
-            )
-        if config.reduction == "ordered" and (fused := fused_reductions(self.vllm_config)):
-            raise ContractViolation(
-                f"contract check: the trainer repeats the sums of the rollout's ranks, but vLLM was started with "
-                f"compilation_config.pass_config.{fused[0]}=true. Do not override "
-                "rollout.engine_kwargs.vllm.compilation_config.pass_config."
-            )
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return
-        routing = live_routing(self.model_runner.model)
-        cache, mixture = config.kv_cache.traits.name, routing is not None
-        operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
-        counts = self._jetrl_receiver.verify(
-            self._jetrl_live.tensors(),
-            scale_rule=config.scale_rule,
-            probe=stated_probe(self.device, config.format_name, config.scale_rule),
-            operations=operations | reduction,
-            routing=routing,
-        )
+        counts = self._verify(config, reduction)
         self._jetrl_placement.commit()
         logger.info(
             "jetrl weight sync: loaded in %.3f s, contract of %d quantized and %d BF16 tensors held in %.3f s, "
@@ -131,11 +107,44 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             counts["digest"],
         )
 
-    def _stated_reduction(self, config: Any) -> dict[str, int]:
-        if not (isinstance(config, JetQuantizationConfig) and config.contract_check and config.reduction == "ordered"):
+    def _refusal(self, config: Any) -> str | None:
+        """Why this engine cannot have the trainer's contract; None if it can."""
+        if not isinstance(config, JetQuantizationConfig):
+            return (
+                "the trainer's precision is not bf16, but vLLM was started with quantization="
+                f"{config.get_name() if config else None}. Do not override rollout.engine_kwargs.vllm.quantization."
+            )
+        if (config.operations == "shared" or config.kv_cache.traits.quantized) and not isinstance(self, JetWorker):
+            wanted = "trainer runs shared operations" if config.operations == "shared" else "KV cache is set to FP8"
+            return (
+                f"the {wanted}, but vLLM was started with worker_cls={self.vllm_config.parallel_config.worker_cls}. "
+                "Do not override rollout.engine_kwargs.vllm.worker_cls."
+            )
+        if config.reduction == "ordered" and (fused := fused_reductions(self.vllm_config)):
+            return (
+                "the trainer repeats the sums of the rollout's ranks, but vLLM was started with "
+                f"compilation_config.pass_config.{fused[0]}=true. Do not override "
+                "rollout.engine_kwargs.vllm.compilation_config.pass_config."
+            )
+        return None
+
+    def _stated_reduction(self, config: JetQuantizationConfig) -> dict[str, int]:
+        if not config.contract_check or config.reduction != "ordered":
             return {}
         group = get_tp_group()
         return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))
+
+    def _verify(self, config: JetQuantizationConfig, reduction: dict[str, int]) -> dict[str, int]:
+        routing = live_routing(self.model_runner.model)
+        cache, mixture = config.kv_cache.traits.name, routing is not None
+        operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
+        return self._jetrl_receiver.verify(
+            self._jetrl_live.tensors(),
+            scale_rule=config.scale_rule,
+            probe=stated_probe(self.device, config.format_name, config.scale_rule),
+            operations=operations | reduction,
+            routing=routing,
+        )
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):
         if self._jetrl_failure is not None:

@@ -75,8 +75,9 @@ def receive(folder, monkeypatch, cpu_platform):
     parent = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(parent, "update_weights_from_ipc", lambda self, **options: received.append(self))
 
-    def run(job: Job, ranks: int, *passes: str) -> int:
+    def run(job: Job, ranks: int, *passes: str, quantized: bool = True) -> int:
         config = config_of(folder, vllm_arguments(job, None), ranks)
+        config.quant_config = config.quant_config if quantized else None
         for name in passes:
             setattr(config.compilation_config.pass_config, name, True)
         worker = object.__new__(Worker)  # without a process group, and below without a model and a sender
@@ -97,6 +98,11 @@ def test_the_worker_refuses_weights_if_a_pass_fuses_sums(receive, name):
         f"compilation_config.pass_config.{name}=true. Do not override "
         "rollout.engine_kwargs.vllm.compilation_config.pass_config."
     )
+
+
+def test_the_worker_refuses_weights_under_another_quantization(receive):
+    with pytest.raises(ContractViolation, match="vLLM was started with quantization=None. Do not override"):
+        receive(UNCHECKED, 1, quantized=False)
 
 
 @pytest.mark.parametrize(

@@ -227,8 +227,10 @@ class Placement:
                 for entry in entries_of(name):
                     if entry.kind == Kind.WEIGHT:
                         unplaced += parts_of(entry.name, entry.of(piece))
+            elements = piece
             for dtype, start, stride, target in places.copies:
-                elements = piece.view(dtype)
+                if elements.dtype != dtype:
+                    elements = piece.view(dtype)
                 source = elements.as_strided(target.shape, stride, elements.storage_offset() + start)
                 # Lists of one dtype and of contiguous tensors are one launch.
                 targets, sources = copies.setdefault((dtype, target.dtype, len(stride) == 1), ([], []))

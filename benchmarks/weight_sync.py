@@ -58,7 +58,7 @@ from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync import wire
-from jetrl_verl.sync.quantize import quantized_by
+from jetrl_verl.sync.quantize import format_of
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.train import gather
@@ -214,7 +214,7 @@ class Trainer:
         self.model = fully_shard(model, mesh=mesh)
         self.plans = plan_linears(config)
         self._changes = CodeChanges(self.plans)
-        self._gather = gather.Gather(partial(quantized_by, self.plans), config.tie_word_embeddings)
+        self._gather = gather.Gather(partial(format_of, self.plans), config.tie_word_embeddings)
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
         """What verl's engine sends, or this package's (``get_per_tensor_param`` of both)."""

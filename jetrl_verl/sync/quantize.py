@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from jetrl_verl import formats
+from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.models.plan import LinearPlan, plan_of
 from jetrl_verl.sync.stacks import Name, names_of, parts_of, renamed
@@ -22,48 +23,46 @@ def quantize_stream(
     weights: Iterable[tuple[Name, torch.Tensor]],
     plans: Mapping[str, LinearPlan],
     scale_rule: str,
-    format_name: str = formats.FLOW,
     fixed_scales: dict[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[Name, Weight]]:
     """Quantize each planned weight; cast every other floating tensor to BF16.
 
     Args:
         weights: (Hugging Face name or stack of them, full tensor) of any floating type.
-        plans: from :func:`jetrl_verl.models.plan.plan_linears`.
+        plans: from :func:`jetrl_verl.models.plan.plan_linears`, with the format of each projection.
         scale_rule: rule of the scales.
-        format_name: see :func:`jetrl_verl.formats.get`; ``UNQUANTIZED`` if the plans quantize nothing.
         fixed_scales: scales to reuse, by weight name; missing ones are computed and added. 0 marks a row that was all
             zeros so far and gets a scale later. None: scales are always computed.
 
     Yields:
         Planned weights quantized, ``[N, K]`` or experts ``[E, N, K]``; others BF16. A stack is split only if scales are
-        fixed or its weights are planned differently.
+        fixed or its weights have different formats.
     """
-    number_format = None if format_name == formats.UNQUANTIZED else formats.get(format_name)
     for name, tensor in weights:
         if tensor.requires_grad:
             tensor = tensor.detach()
-        planned = {quantized_by(plans, one) for one in names_of(name)}
+        planned = {format_of(plans, one) for one in names_of(name)}
         items = [(name, tensor)]
-        if len(planned) > 1 or (planned == {True} and fixed_scales is not None):
+        if len(planned) > 1 or (planned != {UNQUANTIZED} and fixed_scales is not None):
             items = list(parts_of(name, tensor))
         for item, part in items:
-            quantized = quantized_by(plans, names_of(item)[0])
-            if quantized or part.is_floating_point():
+            format_name = format_of(plans, names_of(item)[0])
+            if part.is_floating_point():
                 part = part.to(torch.bfloat16)
-            if not quantized:
+            if format_name == UNQUANTIZED:
                 yield item, part
                 continue
+            number_format = formats.get(format_name)
             weight = number_format.quantize_weight(part, scale_rule)
             if fixed_scales is not None:
                 weight = _with_kept_scales(number_format, item, part, weight, scale_rule, fixed_scales)
             yield item, weight
 
 
-def quantized_by(plans: Mapping[str, LinearPlan], name: str) -> bool:
-    """Whether a tensor of this name is sent as qdata."""
+def format_of(plans: Mapping[str, LinearPlan], name: str) -> str:
+    """Format in which a tensor of this name is sent; ``UNQUANTIZED`` for BF16."""
     plan = None if name.endswith(".bias") else plan_of(name, plans)
-    return plan is not None and plan.quantized
+    return UNQUANTIZED if plan is None else plan.format_name
 
 
 def _with_kept_scales(

@@ -75,7 +75,7 @@ def weight_stream(
         statement = Statement(
             scale_rule=options.scale_rule, probe=probe, operations=operations, routing=routing, ranks=ranks, tied=tied
         )
-    quantized = quantize_stream(weights, plans, options.scale_rule, options.rollout, kept_scales)
+    quantized = quantize_stream(weights, plans, options.scale_rule, kept_scales)
     return packed(sync_parts(quantized, statement, metrics), statistics)
 
 

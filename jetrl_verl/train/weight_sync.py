@@ -10,7 +10,7 @@ from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
-from jetrl_verl.sync.quantize import quantized_by
+from jetrl_verl.sync.quantize import format_of
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.features import Feature, KeptScales, Metrics
 from jetrl_verl.train.flat_gather import FlatGather
@@ -27,7 +27,7 @@ class WeightSync(Feature):
         self._routing = stated_routing(module)
         # vLLM reads from the same field whether the head is the embedding.
         self._tied = bool(self.engine.model_config.hf_config.tie_word_embeddings)
-        self._gather = Gather(partial(quantized_by, self.engine.jetrl_plans), self._tied)
+        self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
 
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
         """Stream of the weight sync (sync/wire.py)."""
@@ -64,8 +64,8 @@ class WeightSync(Feature):
             def sent_as(name: str) -> str:
                 return next(iter(convert_weight_keys({name: None}, module.module)))
 
-            quantized = partial(quantized_by, self.engine.jetrl_plans)
-            self._flat = FlatGather(module, quantized, self._tied, sent_as)
+            alike = partial(format_of, self.engine.jetrl_plans)
+            self._flat = FlatGather(module, alike, self._tied, sent_as)
         return self._flat
 
     def train_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
     plans = plan_linears(model.config, format_name=linears)
     stated = stated_operations(CPU, operations)
     statement = Statement(scale_rule="fp32", probe=stated_probe(CPU, linears, "fp32"), operations=stated)
-    parts = sync_parts(quantize_stream(model.state_dict().items(), plans, "fp32", linears), statement)
+    parts = sync_parts(quantize_stream(model.state_dict().items(), plans, "fp32"), statement)
     return [part._replace(tensor=edit(part.name, part.tensor.clone())) if edit else part for part in parts]
 
 
@@ -113,7 +113,7 @@ def test_qdata_cannot_be_loaded_by_an_engine_without_a_format(engine):
 
 def test_a_probe_on_one_side_alone_is_refused(engine):
     model = build_policy(FAMILY, 4)
-    weights = quantize_stream(model.state_dict().items(), {}, "fp32", LINEARS)
+    weights = quantize_stream(model.state_dict().items(), {}, "fp32")
     statement = Statement(scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))
     with pytest.raises(ContractViolation, match="gives 0x1 in the trainer, none in the rollout"):
         sync(engine[1], sync_parts(weights, statement))

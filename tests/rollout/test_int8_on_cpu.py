@@ -37,7 +37,7 @@ def engine(tmp_path_factory, cpu_platform):
 
 
 def stream(model):
-    return quantize_stream(model.state_dict().items(), plan_linears(model.config), "fp32", "int8")
+    return quantize_stream(model.state_dict().items(), plan_linears(model.config, format_name="int8"), "fp32")
 
 
 def sync(model, trainer) -> None:

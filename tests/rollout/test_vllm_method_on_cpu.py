@@ -197,7 +197,7 @@ def test_a_layer_in_bf16_in_the_trainer_alone_is_refused(engine):
     _, worker = engine
     model = build_trainer(4)
     plans = plan_linears(model.config)
-    plans["mlp.down_proj"] = replace(plans["mlp.down_proj"], quantized=False)
+    plans["mlp.down_proj"] = replace(plans["mlp.down_proj"], format_name=formats.UNQUANTIZED)
     with pytest.raises(ContractViolation, match=r"mlp\.down_proj\.weight is BF16 in the trainer and FP8 in the roll"):
         sync(worker, stream(model, plans=plans))
 

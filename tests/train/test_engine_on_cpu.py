@@ -49,14 +49,14 @@ def test_a_skipped_layer_is_sent_in_bf16():
 
 def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():
     """It is zero or too small at the first sync; other rows keep their scales while weights change."""
-    plans = plan_linears(tiny_model("qwen3").config)
+    plans = plan_linears(tiny_model("qwen3").config, format_name="int8")
     name = "model.layers.0.mlp.down_proj.weight"
     weight = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     weight[3], weight[5] = 0, 2.0**-80
     kept: dict[str, torch.Tensor] = {}
 
     def sync() -> tuple[torch.Tensor, torch.Tensor]:
-        ((_, (qdata, scales)),) = quantize_stream([(name, weight)], plans, "fp32", "int8", kept)
+        ((_, (qdata, scales)),) = quantize_stream([(name, weight)], plans, "fp32", kept)
         assert torch.equal(qdata, quantize_int8(weight.bfloat16(), scales).qdata)
         return qdata, scales
 

@@ -339,7 +339,7 @@ def _weights(folder: str | Path, job: Job, device: torch.device) -> Iterator[tup
     model, options = load_master(folder, job), job.options
     plans = job.plans(model.config)
     stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
-    yield from as_tensors(quantize_stream(stream, plans, options.scale_rule, options.rollout))
+    yield from as_tensors(quantize_stream(stream, plans, options.scale_rule))
 
 
 def load_weights(runner: Any, folder: str | Path, job: Job) -> None:

@@ -136,11 +136,12 @@ class TokenNumbers:
     """Numbers of each token that the model returns instead of logits.
 
     Attributes:
-        rows: ``[B, S]`` bool, the tokens; None for all.
+        names: of the numbers. rows: ``[B, S]`` bool, the tokens; None for all.
         compute: see :func:`jetrl_verl.nn.chunked_logits.per_token`.
         kept_bytes: bytes of logits kept for backward.
     """
 
+    names: tuple[str, ...]
     rows: torch.Tensor | None
     compute: Compute
     kept_bytes: int = KEPT_BYTES

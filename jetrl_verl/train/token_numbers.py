@@ -14,8 +14,8 @@ from jetrl_verl.nn.chunked_logits import KEPT_BYTES
 from jetrl_verl.train.features import Feature, logger
 from jetrl_verl.train.shared_operations import TokenNumbers, share_operations
 
-_NAMES = "jetrl_token_numbers"
-"""Key among verl's output arguments: names of the numbers."""
+_KEY = "token_numbers"
+"""Of the model's inputs, and of what verl keeps for its outputs."""
 
 REACHES = (
     "verl.workers.engine.fsdp.transformer_impl:FSDPEngine._gather_and_unpad_packed",
@@ -33,11 +33,11 @@ class SharedOperations(Feature):
     def prepare_model_inputs(self, stock: Any, micro_batch: Any) -> tuple[dict, dict]:
         """verl's inputs, and what the model shall compute of each token."""
         inputs, output_args = stock(micro_batch)
-        output_args[_NAMES], inputs["token_numbers"] = self._numbers(output_args, micro_batch)
+        output_args[_KEY] = inputs[_KEY] = self._numbers(output_args, micro_batch)
         return inputs, output_args
 
-    def _numbers(self, output_args: dict, micro_batch: Any) -> tuple[list[str], TokenNumbers]:
-        """Names and computation of the numbers: log-probability of the next token, and what verl asks for."""
+    def _numbers(self, output_args: dict, micro_batch: Any) -> TokenNumbers:
+        """Log-probability of the next token, and what verl asks for."""
         asked = partial(tensordict_utils.get_non_tensor_data, micro_batch)
         following, rows = output_args["input_ids_rmpad_rolled"], None
         entropy = verl_functional.entropy_from_logits
@@ -61,7 +61,7 @@ class SharedOperations(Feature):
             return values
 
         # With an entropy autograd saves several tensors of the size of the logits, so no logits are kept.
-        return ["log_probs", *others], TokenNumbers(rows, compute, 0 if others else KEPT_BYTES)
+        return TokenNumbers(("log_probs", *others), rows, compute, 0 if others else KEPT_BYTES)
 
     def prepare_model_outputs(self, stock: Any, output: Any, output_args: dict, micro_batch: Any, *_: Any, **__: Any):
         """The numbers of a micro-batch.
@@ -70,7 +70,7 @@ class SharedOperations(Feature):
             ``log_probs``, ``entropy`` and ``sum_pi_squared`` if asked for, each jagged ``[sequences, tokens]`` FP32;
             the entry of a token describes the next one.
         """
-        values = dict(zip(output_args[_NAMES], output.logits, strict=True))
+        values = dict(zip(output_args[_KEY].names, output.logits, strict=True))
         if tensordict_utils.get_non_tensor_data(micro_batch, "use_remove_padding", True):
             pad = output_args["pad_size"]
             values = {name: self.engine._gather_and_unpad_packed(value, pad) for name, value in values.items()}

@@ -41,7 +41,8 @@ SUMMARY = """\
   taken; the section "In a worker" has what stops later.
 
 `python scripts/support_page.py` writes this page from `jetrl_verl/config/support/`, which the checks read. A row is
-something that is *not* supported; its remedy is the value to set. Keys are written without `actor_rollout_ref.`."""
+something that is *not* supported; its remedy is the value to set, or `precision=bf16`. Keys are written without
+`actor_rollout_ref.`."""
 
 NOTES = (
     "`jet_fp8` with a rollout over several GPUs: the trainer multiplies o and down in as many slices of K as the "
@@ -57,11 +58,9 @@ NOTES = (
 )
 """What runs, at a price, or stops another command: no row, since no run is refused."""
 
-EVERYWHERE = "Refused at the command line; with every precision but `bf16`, where the table says no other."
-IN_THE_DRIVER = (
-    "Refused in the driver, before Ray starts, and what GPUs the cluster has right after; with every precision but "
-    "`bf16`, where the table says no other."
-)
+AT_THE_COMMAND_LINE = "Refused at the command line"
+IN_THE_DRIVER = "Refused in the driver, before Ray starts, and what GPUs the cluster has right after"
+WITH_EVERY_PRECISION = ", with every precision but `bf16` where the table names no other setting."
 
 
 def of(scope: Scope) -> list[Row]:
@@ -75,16 +74,17 @@ def rest(rows: Mapping[str, Row]) -> list[Row]:
 
 
 SECTIONS = (
-    ("Training and model", EVERYWHERE, TRAINING_ROWS.values()),
-    ("Rollout", EVERYWHERE, ROLLOUT_ROWS.values()),
-    ("Losses, clipping, corrections", "Refused at the command line.", rest(ALGORITHM_ROWS)),
-    ("Options", "Refused at the command line.", rest(OPTION_ROWS)),
-    ("The machine", IN_THE_DRIVER, rest(MACHINE_ROWS)),
-    ("The model's files", IN_THE_DRIVER, rest(MODEL_ROWS)),
+    ("Training and model", AT_THE_COMMAND_LINE + WITH_EVERY_PRECISION, rest(TRAINING_ROWS)),
+    ("Rollout", AT_THE_COMMAND_LINE + WITH_EVERY_PRECISION, rest(ROLLOUT_ROWS)),
+    ("Losses, clipping, corrections", f"{AT_THE_COMMAND_LINE}.", rest(ALGORITHM_ROWS)),
+    ("Options", f"{AT_THE_COMMAND_LINE}.", rest(OPTION_ROWS)),
+    ("The machine", IN_THE_DRIVER + WITH_EVERY_PRECISION, rest(MACHINE_ROWS)),
+    ("The model's files", IN_THE_DRIVER + WITH_EVERY_PRECISION, rest(MODEL_ROWS)),
     (
         "Shared operations",
         "Under `jetrl.operations=auto`, the default of `jet_fp8`, these make the operations `stock`, and a line on "
-        "stderr says so. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused.",
+        "stderr says so. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused; "
+        "`precision=jet_fp8 jetrl.operations=stock` or `precision=bf16` runs each of them.",
         of(SHARED),
     ),
     (
@@ -94,7 +94,7 @@ SECTIONS = (
     ),
     (
         "Equality in every bit",
-        "Refused by `precision=jet_fp8_exact` alone: the two sides would differ in the last bits.",
+        "Refused by `precision=jet_fp8_exact` alone; `precision=jet_fp8` runs each of them.",
         of(EXACT),
     ),
     (
@@ -123,25 +123,20 @@ def table(rows: Iterable[Row]) -> str:
     columns = [column for column in zip(*lines, strict=True) if any(column[1:]) and len(set(column[1:])) > 1]
     lines = list(zip(*columns, strict=True))
     lines.insert(1, ("---",) * len(columns))
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """Feature, settings, scope, reason and remedy of a row."""
+    """Feature, settings, scope, reason and remedy of a row; a section says what leaves a scope of its own."""
     settings: dict[str, list[str]] = {}
     for key, values in row.settings.items():
         settings.setdefault(values.text, []).append(f"`{key}`")
-    instead = " or ".join(dict.fromkeys(f"`{values.use}`" for values in row.settings.values()))
-    if row.scope.leave and (row.scope is not EVERY or not instead):
-        instead += f"{', or ' if instead else ''}{row.scope.leave}"
-    texts = (
-        row.feature,
-        "; ".join(f"{', '.join(keys)} {text}" for text, keys in settings.items()),
-        "" if row.scope is EVERY else row.scope.text,
-        row.reason,
-        row.instead or f"Set {instead}",
-    )
-    return tuple(text.replace("actor_rollout_ref.", "") for text in texts)
+    uses = " or ".join(dict.fromkeys(f"`{values.use}`" for values in row.settings.values()))
+    leave = "" if uses and row.scope in (EVERY, SHARED, EXACT) else row.scope.leave
+    setting = "; ".join(f"{', '.join(keys)} {text}" for text, keys in settings.items())
+    scope = "" if row.scope is EVERY else row.scope.text
+    remedy = row.instead or f"Set {', or '.join(filter(None, [uses, leave]))}"
+    return tuple(cell.replace("actor_rollout_ref.", "") for cell in (row.feature, setting, scope, row.reason, remedy))
 
 
 if __name__ == "__main__":

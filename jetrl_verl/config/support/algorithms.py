@@ -73,7 +73,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
         "the mixture would give a part of them back",
         {
             f"{CORRECTION}.rollout_is_threshold": Values(
-                "two bounds", lambda value: isinstance(value, str) and "_" in value, "2.0"
+                "of two bounds", lambda value: isinstance(value, str) and "_" in value, "2.0"
             )
         },
     ),
@@ -104,7 +104,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
         "a truncation at no positive number",
         RATIO_LOSS,
         "it is no finite number above 0",
-        {f"{POLICY_LOSS}.is_threshold": Values("no finite number above 0", _not_positive, "2.0")},
+        {f"{POLICY_LOSS}.is_threshold": Values("that is no finite number above 0", _not_positive, "2.0")},
     ),
     "ratio_bypass": Row("bypass mode", RATIO_LOSS, "it cannot tell pi_old from pi_rollout", _BYPASS),
     "ratio_log_probs": Row(
@@ -143,7 +143,11 @@ ALGORITHM_ROWS: dict[str, Row] = {
         "one update per batch of rollouts",
         Scope("jetrl.clip=calibrated", _one_update),
         "every ratio is 1 and nothing is clipped",
-        {f"{ACTOR}.ppo_mini_batch_size": Values("the batch of rollouts, with one epoch", lambda value: True, "")},
+        {
+            f"{ACTOR}.ppo_mini_batch_size": Values(
+                "equal to the batch of rollouts, with one epoch", lambda value: True, ""
+            )
+        },
         f"Set a smaller {ACTOR}.ppo_mini_batch_size, or jetrl.clip=fixed",
     ),
     "rollout_log_probs_with_correction": Row(

@@ -129,7 +129,7 @@ ROLLOUT_ROWS: dict[str, Row] = {
         f"its pages are made of {_CACHE.page_tokens} tokens each",
         {
             f"{VLLM}.block_size": Values(
-                f"no multiple of {_CACHE.page_tokens}",
+                f"that is no multiple of {_CACHE.page_tokens}",
                 lambda value: (value or 0) % _CACHE.page_tokens != 0,
                 str(_CACHE.page_tokens),
             )
@@ -150,6 +150,6 @@ ROLLOUT_ROWS: dict[str, Row] = {
         "overrides that are no mapping",
         EVERY,
         "it is no mapping",
-        {f"{VLLM}.hf_overrides": Values("no mapping", _no_mapping, "{}")},
+        {f"{VLLM}.hf_overrides": Values("that is no mapping", _no_mapping, "{}")},
     ),
 }

@@ -20,11 +20,10 @@ from .scopes import (
     where,
 )
 
-BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
-FP16 = one_of("fp16", "float16", use="fp32")
 _FSDP = other_than("fsdp2", "fsdp", required=True)
+_BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
+_NO_FP16 = one_of("fp16", "float16", use="fp32")
 _ENGINES = (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config")
-_DTYPES = ("dtype", "mixed_precision.param_dtype")
 
 
 def _several_gpus_under_fsdp1(get: Get) -> bool:
@@ -54,34 +53,26 @@ TRAINING_ROWS: dict[str, Row] = {
         "FP16 or FP32 between the trainer's linear layers",
         EVERY,
         "weights and activations are cast to BF16",
-        {f"{node}.{dtype}": BF16 for node in _ENGINES for dtype in _DTYPES},
+        {f"{node}.{key}": _BF16 for node in _ENGINES for key in ("dtype", "mixed_precision.param_dtype")},
     ),
     "master_dtype": Row(
         "FP16 master weights",
         EVERY,
         "master weights are FP32 or BF16",
-        {f"{node}.model_dtype": FP16 for node in _ENGINES},
+        {f"{node}.model_dtype": _NO_FP16 for node in _ENGINES},
     ),
-    "critic_engine": Row(
-        "a critic under another engine", FP8_CRITIC, "training runs under FSDP", {"critic.strategy": _FSDP}
-    ),
-    "critic_qat": Row(
-        "quantization-aware training of the critic",
+    "critic": Row(
+        "a critic under another engine, in FP16 or FP32, or with quantization-aware training",
         FP8_CRITIC,
-        "the precision says which linear layers are quantized",
-        {"critic.qat.enable": TRUE, "critic.fsdp.qat.enable": TRUE},
-    ),
-    "critic_compute_dtype": Row(
-        "FP16 or FP32 between the critic's linear layers",
-        FP8_CRITIC,
-        "weights and activations are cast to BF16",
-        {f"critic.fsdp.{dtype}": BF16 for dtype in _DTYPES},
-    ),
-    "critic_master_dtype": Row(
-        "FP16 master weights of the critic",
-        FP8_CRITIC,
-        "master weights are FP32 or BF16",
-        {"critic.fsdp.model_dtype": FP16},
+        "an FP8 critic trains under FSDP, with BF16 activations and FP32 or BF16 master weights",
+        {
+            "critic.strategy": _FSDP,
+            "critic.qat.enable": TRUE,
+            "critic.fsdp.qat.enable": TRUE,
+            "critic.fsdp.dtype": _BF16,
+            "critic.fsdp.mixed_precision.param_dtype": _BF16,
+            "critic.fsdp.model_dtype": _NO_FP16,
+        },
     ),
     "replicas_of_one_rank": Row(
         "FSDP1 with each GPU a replica of its own",

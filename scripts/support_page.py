@@ -17,8 +17,8 @@ from jetrl_verl.config.support.limits import PINS, WGRAD_IN_TRITON  # noqa: E402
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS  # noqa: E402
 from jetrl_verl.config.support.options import OPTION_ROWS  # noqa: E402
 from jetrl_verl.config.support.rollout import ROLLOUT_ROWS  # noqa: E402
-from jetrl_verl.config.support.row import Row, Scope  # noqa: E402
-from jetrl_verl.config.support.scopes import AUTO, EVERY, EXACT, SHARED  # noqa: E402
+from jetrl_verl.config.support.row import EVERY, Row, Scope  # noqa: E402
+from jetrl_verl.config.support.scopes import AUTO, EXACT, SHARED  # noqa: E402
 from jetrl_verl.config.support.table import TABLE  # noqa: E402
 from jetrl_verl.config.support.training import TRAINING_ROWS  # noqa: E402
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS  # noqa: E402

@@ -25,7 +25,7 @@ from .support.limits import PINS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import CORRECTION, MODEL, TENSOR_PARALLEL, VLLM
-from .support.table import model_clause, refusals, row, stock_because
+from .support.table import TABLE, explained, refusal, refusals, stock_because
 
 _TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
 
@@ -63,8 +63,8 @@ def resolve(config: DictConfig) -> Job | None:
     if OmegaConf.select(config, "jetrl") is None:
         return None
     options, get = parse(config.jetrl), reader(config)
-    for refusal in refusals(get):
-        raise UnsupportedConfiguration(refusal)
+    for message in refusals(get):
+        raise UnsupportedConfiguration(message)
     why_stock = _why_stock(options, get)
     if options.operations == "auto":
         options = replace(options, operations="stock" if why_stock else "shared")
@@ -107,8 +107,8 @@ def parse(node: Mapping[str, Any]) -> JetConfig:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
             raise _no_value(name, value, "a positive number")
-    for refusal in refusals(lambda key: getattr(options, key.removeprefix("jetrl.")), OPTION_ROWS):
-        raise UnsupportedConfiguration(refusal)
+    for message in refusals(lambda key: getattr(options, key.removeprefix("jetrl.")), OPTION_ROWS):
+        raise UnsupportedConfiguration(message)
     return options
 
 
@@ -126,32 +126,31 @@ def _why_stock(options: JetConfig, get: Get) -> str:
     if options.operations == "shared":
         return ""
     if options.train == UNQUANTIZED:
-        return row("operations_of_a_baseline").reason
+        return TABLE["operations_of_a_baseline"].reason
     if options.operations == "stock":
         return "jetrl.operations=stock"
     for clause in stock_because(get):
         return clause
-    return row("cpu").message().removesuffix(".") if on_cpu() else _uncovered_model(options, get)
+    return refusal("cpu").removesuffix(".") if on_cpu() else _uncovered_model(options, get)
 
 
 def _uncovered_model(options: JetConfig, get: Get) -> str:
     """What the shared operations do not cover of the model, as far as it can be read without a copy."""
-    from jetrl_verl.models import Unsupported, family
+    from jetrl_verl.models import family
 
     path, trainer = get(f"{MODEL}.path"), overrides_of_trainer(get)
     try:
-        model = read_model(path)
-        config = {} if model is None else model.config
-        for message in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
-            return message.removesuffix(".")
-        if config:
-            decoder = family(config)
-            decoder.check_operations(decoder.as_trained(config, trainer))
-    except UnsupportedConfiguration as unreadable:
+        with explained(path, options.precision):
+            model = read_model(path)
+            config = {} if model is None else model.config
+            for message in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
+                return message.removesuffix(".")
+            if config:
+                decoder = family(config)
+                decoder.check_operations(decoder.as_trained(config, trainer))
+    except UnsupportedConfiguration as error:
         # Without the remedy, which is for a run that asked for `shared`.
-        return str(unreadable).partition(". ")[0]
-    except Unsupported as uncovered:
-        return model_clause(uncovered, path, options.precision)
+        return str(error).partition(". Set ")[0]
     return ""
 
 

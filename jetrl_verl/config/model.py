@@ -16,7 +16,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .support.row import Get, UnsupportedConfiguration
 from .support.scopes import ATTENTION, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
-from .support.table import explained, refusal, refuse, row
+from .support.table import explained, refusal, refuse
 
 if TYPE_CHECKING:
     from .job import Job
@@ -139,7 +139,7 @@ def overridden_fields(
             # Without dropout the trainer computes what the rollout does.
             silenced = key in dropouts and value == 0
             if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
-                yield row("overridden_model").message(why=f"{where} overrides {key} of the model")
+                yield refusal("overridden_model", why=f"{where} overrides {key} of the model")
 
 
 def check_models(job: "Job", get: Get) -> None:

@@ -5,7 +5,6 @@
 import ast
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import support_page
@@ -23,15 +22,14 @@ from jetrl_verl.config.model import (
     check_vocabulary,
     read_model,
 )
+from jetrl_verl.config.support import table
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
-from jetrl_verl.config.support.options import OPTION_ROWS
 from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES
-from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal, row
+from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.sources import source_files
 
-ROOT = Path(__file__).parents[2]
 (FP8,) = QUANTIZED_CACHES
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
@@ -96,7 +94,7 @@ def test_each_row_about_the_machine_is_tested():
 def test_a_model_is_refused_by_its_row(model, name, capsys):
     stock = JetConfig("jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip" if name in SKIPPING else "stop")
     shared = replace(stock, operations="shared")
-    path, of_operations = model(), row(name).scope is SHARED
+    path, of_operations = model(), TABLE[name].scope is SHARED
     check(path, shared)
     model({**MODELS, **SKIPPING}[name])
     if of_operations:
@@ -204,28 +202,19 @@ def test_auto_is_stock_where_shared_may_be_asked_for(model, monkeypatch, name, c
 
 # --- one table --------------------------------------------------------------------------------------------------------
 
-PACKAGE = ROOT / "jetrl_verl"
-
-
-def modules() -> list[Path]:
-    """Every module of the package outside config/, which has the table."""
-    return [path for name, path in source_files().items() if not name.startswith("config/")]
-
 
 WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
 """Arguments of ``refusal``; None stands for ``**words``."""
 
 
 def test_code_refuses_by_existing_rows_and_uses_each():
-    used = set()
-    assert len(TABLE) == sum(
-        map(len, (OPTION_ROWS, COMPOSITION_ROWS, MACHINE_ROWS, MODEL_ROWS, WORKER_ROWS, COMMAND_ROWS))
-    )
-    for path in (*modules(), *PACKAGE.glob("config/*.py")):
+    used, parts = set(), [rows for name, rows in vars(table).items() if name.endswith("_ROWS")]
+    assert len(TABLE) + len(COMPOSITION_ROWS) == sum(map(len, parts))
+    for name, path in source_files().items():
         for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
             called = getattr(call.func, "attr", None) or getattr(call.func, "id", "")
             place = {"refuse": 0, "refusal": 0, "UnsupportedLayer": 1, "UnsupportedOperation": 1}.get(called)
-            if place is not None and path.parent.name != "support":
+            if place is not None and not name.startswith("config/support/"):
                 assert len(call.args) > place, f"{path}:{call.lineno} names no row"
                 used |= {node.value for node in [call.args[place]] if isinstance(node, ast.Constant)}
                 if place == 0:

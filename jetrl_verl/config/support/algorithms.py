@@ -53,135 +53,137 @@ _NORMALIZED = {f"{CORRECTION}.rollout_is_batch_normalize": TRUE}
 ALGORITHM_ROWS: dict[str, Row] = {
     "correction_of_nothing": Row(
         "a correction of no mismatch",
-        EXACT,
         "it samples from the policy that it trains, so there is nothing to correct",
         {"jetrl.correction": one_of("adaptive", use="fixed")},
+        scope=EXACT,
     ),
     "adaptive_loss": Row(
         "QuRL's losses under the adaptive correction",
-        ADAPTIVE,
         "the loss needs the ratios themselves",
         {LOSS: one_of(*RATIO_LOSSES, use="vanilla")},
+        scope=ADAPTIVE,
     ),
-    "adaptive_bypass": Row("bypass mode", ADAPTIVE, "it computes no importance weights before the update", _BYPASS),
+    "adaptive_bypass": Row(
+        "bypass mode", "it computes no importance weights before the update", _BYPASS, scope=ADAPTIVE
+    ),
     "adaptive_level": Row(
-        "importance weights of whole sequences", ADAPTIVE, "weights of single tokens are mixed", _SEQUENCES
+        "importance weights of whole sequences", "weights of single tokens are mixed", _SEQUENCES, scope=ADAPTIVE
     ),
     "adaptive_threshold": Row(
         "importance weights that reject tokens",
-        ADAPTIVE,
         "the mixture would give a part of them back",
         {
             f"{CORRECTION}.rollout_is_threshold": Values(
                 "of two bounds", lambda value: isinstance(value, str) and "_" in value, "2.0"
             )
         },
+        scope=ADAPTIVE,
     ),
     "adaptive_normalization": Row(
         "normalized importance weights",
-        ADAPTIVE,
         "weights are mixed with the 1 of the uncorrected gradient",
         _NORMALIZED,
+        scope=ADAPTIVE,
     ),
     "loss_of_qurl": Row(
         "losses other than QuRL's",
-        Scope(
+        "only QuRL's losses truncate the ratios",
+        {LOSS: other_than(*RATIO_LOSSES, required=True)},
+        scope=Scope(
             "precision=qurl_fp8 or qurl_int8",
             lambda get: get("jetrl.precision") in ("qurl_fp8", "qurl_int8"),
             "precision=fp8_rollout_tis or int8_rollout_tis",
             key="jetrl.precision",
         ),
-        "only QuRL's losses truncate the ratios",
-        {LOSS: other_than(*RATIO_LOSSES, required=True)},
     ),
     "ratio_loss_class": Row(
         "another class instead of ours",
-        RATIO_LOSS,
         "the flag works through this key",
         {f"{POLICY_LOSS}._target_": other_than(target_of(POLICY_LOSS, "qurl_fp8"), required=True)},
+        scope=RATIO_LOSS,
     ),
     "ratio_truncation": Row(
         "a truncation at no positive number",
-        RATIO_LOSS,
         "it is no finite number above 0",
         {f"{POLICY_LOSS}.is_threshold": Values("that is no finite number above 0", _not_positive, "2.0")},
+        scope=RATIO_LOSS,
     ),
-    "ratio_bypass": Row("bypass mode", RATIO_LOSS, "it cannot tell pi_old from pi_rollout", _BYPASS),
+    "ratio_bypass": Row("bypass mode", "it cannot tell pi_old from pi_rollout", _BYPASS, scope=RATIO_LOSS),
     "ratio_log_probs": Row(
         "a rollout without log-probabilities",
-        RATIO_LOSS,
         "tokens are weighted by the rollout's log-probabilities",
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
+        scope=RATIO_LOSS,
     ),
     "ratio_level": Row(
-        "importance weights of whole sequences", RATIO_LOSS, "each token is weighted by its own ratio", _SEQUENCES
+        "importance weights of whole sequences", "each token is weighted by its own ratio", _SEQUENCES, scope=RATIO_LOSS
     ),
     "ratio_threshold": Row(
         "importance weights truncated before the loss",
-        RATIO_LOSS,
         f"the loss truncates, at {POLICY_LOSS}.is_threshold",
         {f"{CORRECTION}.rollout_is_threshold": Values("below 1e9", _truncates, "1e9")},
+        scope=RATIO_LOSS,
     ),
     "ratio_normalization": Row(
-        "normalized importance weights", RATIO_LOSS, "the loss needs the ratios themselves", _NORMALIZED
+        "normalized importance weights", "the loss needs the ratios themselves", _NORMALIZED, scope=RATIO_LOSS
     ),
     "clip_of_another_loss": Row(
         "losses without PPO's clip bounds",
-        CALIBRATED,
         "it has no clip bounds to calibrate",
         {LOSS: other_than(*CALIBRATED_LOSSES, required=True)},
+        scope=CALIBRATED,
     ),
     "clip_of_bf16": Row(
         "BF16 training",
-        CALIBRATED,
         "ratios of BF16 training carry no quantization noise",
         {"jetrl.train": other_than(FLOW, required=True)},
-        "Set precision=jet_fp8, or jetrl.clip=fixed",
+        scope=CALIBRATED,
+        instead="Set precision=jet_fp8, or jetrl.clip=fixed",
     ),
-    "clip_bypass": Row("bypass mode", CALIBRATED, "it never runs the policy from before an update", _BYPASS),
+    "clip_bypass": Row("bypass mode", "it never runs the policy from before an update", _BYPASS, scope=CALIBRATED),
     "clip_of_one_update": Row(
         "one update per batch of rollouts",
-        Scope("jetrl.clip=calibrated", _one_update),
         "every ratio is 1 and nothing is clipped",
         {
             f"{ACTOR}.ppo_mini_batch_size": Values(
                 "equal to the batch of rollouts, with one epoch", lambda value: True, ""
             )
         },
-        f"Set a smaller {ACTOR}.ppo_mini_batch_size, or jetrl.clip=fixed",
+        scope=Scope("jetrl.clip=calibrated", _one_update),
+        instead=f"Set a smaller {ACTOR}.ppo_mini_batch_size, or jetrl.clip=fixed",
     ),
     "rollout_log_probs_with_correction": Row(
         "a correction of the mismatch",
-        ROLLOUT_LOG_PROBS,
         "verl computes no weights in bypass mode, and every weight would be 1",
         {f"{CORRECTION}.rollout_is": SET, f"{CORRECTION}.rollout_rs": SET},
+        scope=ROLLOUT_LOG_PROBS,
     ),
     "rollout_log_probs_in_a_loss_of_bypass": Row(
         "verl's loss of bypass mode",
-        ROLLOUT_LOG_PROBS,
         "it corrects a mismatch that is not there",
         {LOSS: one_of("bypass_mode", use="vanilla")},
+        scope=ROLLOUT_LOG_PROBS,
     ),
     "rollout_log_probs_of_agent_loops": Row(
         "agent loops of your own",
-        ROLLOUT_LOG_PROBS,
         "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
         {
             f"{ROLLOUT}.agent.agent_loop_config_path": SET,
             f"{ROLLOUT}.agent.agent_loop_manager_class": SET,
             f"{ROLLOUT}.agent.default_agent_loop": other_than("single_turn_agent", "tool_agent"),
         },
+        scope=ROLLOUT_LOG_PROBS,
     ),
     "rollout_log_probs_of_kept_rollouts": Row(
         "rollouts read from a folder",
-        ROLLOUT_LOG_PROBS,
         "another policy sampled them",
         {f"skip.{name}.enable": TRUE for name in ("rollout", "rollout_tq", "async_rollout")},
+        scope=ROLLOUT_LOG_PROBS,
     ),
     "rollout_log_probs_of_several_updates": Row(
         "several batches per weight sync",
-        ROLLOUT_LOG_PROBS,
         "all but the first were sampled before an update",
         {"trainer.v1.sync.parameter_sync_step": other_than(1)},
+        scope=ROLLOUT_LOG_PROBS,
     ),
 }

@@ -7,7 +7,7 @@ the name of a row.
 """
 
 from .row import Row, Scope
-from .scopes import ATTENTION, AUTO, EVERY, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
+from .scopes import ATTENTION, AUTO, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
@@ -16,28 +16,28 @@ _SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
 _DROPOUT = f"{MODEL}.override_config.attention_dropout=0"
 
 MACHINE_ROWS: dict[str, Row] = {
-    "version": Row("a release of verl, vLLM, torch or transformers other than the pinned one", EVERY, instead=_PINNED),
-    "missing_package": Row("an environment without one of these packages", EVERY, instead="Set up the pinned release"),
-    "optimizer_package": Row("an optimizer of a package that is not installed", EVERY, instead="Install its package"),
-    "patch": Row("a modified verl or vLLM that a required patch cannot be applied to", EVERY, instead=_PINNED),
-    "npu": Row("an NPU", EVERY, _NVIDIA),
-    "rocm": Row("ROCm", EVERY, _NVIDIA),
+    "version": Row("a release of verl, vLLM, torch or transformers other than the pinned one", instead=_PINNED),
+    "missing_package": Row("an environment without one of these packages", instead="Set up the pinned release"),
+    "optimizer_package": Row("an optimizer of a package that is not installed", instead="Install its package"),
+    "patch": Row("a modified verl or vLLM that a required patch cannot be applied to", instead=_PINNED),
+    "npu": Row("an NPU", _NVIDIA),
+    "rocm": Row("ROCm", _NVIDIA),
     "gpu_without_fp8": Row(
-        "a GPU of compute capability below 8.9",
-        EVERY,
-        "every precision but bf16 needs FP8 tensor cores, which begin at 8.9",
+        "a GPU of compute capability below 8.9", "every precision but bf16 needs FP8 tensor cores, which begin at 8.9"
     ),
-    "gpu_other_than_hopper": Row("a GPU of compute capability other than 9.0", SHARED, "FlashAttention 3 needs 9.0"),
-    "no_flash_attention_3": Row("vLLM without FlashAttention 3", SHARED),
+    "gpu_other_than_hopper": Row(
+        "a GPU of compute capability other than 9.0", "FlashAttention 3 needs 9.0", scope=SHARED
+    ),
+    "no_flash_attention_3": Row("vLLM without FlashAttention 3", scope=SHARED),
     "cpu": Row(
         "a CPU",
-        AUTO,
         "the shared operations are slow on a CPU (exact sums in float64)",
+        scope=AUTO,
         instead="Set jetrl.operations=shared if that is what you want",
     ),
     "overridden_model": Row(
         "overrides of what decides in the model's configuration",
-        AUTO,
+        scope=AUTO,
         instead="Set jetrl.operations=shared if the shared operations cover it",
     ),
 }
@@ -46,91 +46,83 @@ MACHINE_ROWS: dict[str, Row] = {
 MODEL_ROWS: dict[str, Row] = {
     "quantized_checkpoint": Row(
         "a checkpoint that is quantized already",
-        EVERY,
         "it is quantized already (quantization_config)",
         instead=f"Set {MODEL}.path to the BF16 checkpoint",
     ),
     "model_type": Row(
         "a vision or audio model, another mixture of experts, another architecture",
-        EVERY,
         instead=f"Set {MODEL}.path to a model of a type in docs/support.md, or precision=bf16",
     ),
-    "no_layer_fits": Row("a model none of whose layers fits", EVERY),
-    "layer_shape": Row("layers that are no multiples of 128", EVERY, instead=f"Set {_SKIP}"),
+    "no_layer_fits": Row("a model none of whose layers fits"),
+    "layer_shape": Row("layers that are no multiples of 128", instead=f"Set {_SKIP}"),
     "layer_shard_shape": Row(
-        "layers whose shards are no multiples of 128, as of Qwen2.5-72B over 2 GPUs",
-        EVERY,
-        instead=f"{_SMALLER}, or {_SKIP}",
+        "layers whose shards are no multiples of 128, as of Qwen2.5-72B over 2 GPUs", instead=f"{_SMALLER}, or {_SKIP}"
     ),
-    "rollout_ranks_of_the_heads": Row(
-        "a tensor-parallel size that does not divide a model's heads", EVERY, instead=_SMALLER
-    ),
+    "rollout_ranks_of_the_heads": Row("a tensor-parallel size that does not divide a model's heads", instead=_SMALLER),
     "ulysses_of_the_heads": Row(
         "Ulysses sequence parallelism that does not divide a model's heads",
-        EVERY,
         instead="Set it to a divisor of both, or of the heads and a multiple of the key heads",
     ),
-    "qwen2_head_dim": Row("a Qwen2 model with a head_dim of its own", EVERY),
-    "built_in_biases": Row("Seed-OSS with other biases than vLLM's", EVERY),
-    "model_of_an_fp8_cache": Row("heads other than 128, more than 8 query heads a KV head, sliding windows", FP8_CACHE),
-    "gpu_of_an_fp8_cache": Row("a GPU of compute capability other than 9.0", FP8_CACHE, "its kernels are for Hopper"),
-    "varlen_sliding_window": Row("sliding windows", VARLEN, "it attends to whole sequences"),
+    "qwen2_head_dim": Row("a Qwen2 model with a head_dim of its own"),
+    "built_in_biases": Row("Seed-OSS with other biases than vLLM's"),
+    "model_of_an_fp8_cache": Row(
+        "heads other than 128, more than 8 query heads a KV head, sliding windows", scope=FP8_CACHE
+    ),
+    "gpu_of_an_fp8_cache": Row(
+        "a GPU of compute capability other than 9.0", "its kernels are for Hopper", scope=FP8_CACHE
+    ),
+    "varlen_sliding_window": Row("sliding windows", "it attends to whole sequences", scope=VARLEN),
     "varlen_dropout": Row(
-        "attention dropout", VARLEN, "its backward has none", instead=f"Set {_DROPOUT}, or {ATTENTION}=sdpa"
+        "attention dropout", "its backward has none", scope=VARLEN, instead=f"Set {_DROPOUT}, or {ATTENTION}=sdpa"
     ),
     "fused_kernels_of_a_padded_vocabulary": Row(
         f"{MODEL}.use_fused_kernels=true",
-        Scope("a vocabulary larger than the tokenizer, as Qwen's is", lambda get: False),
+        scope=Scope("a vocabulary larger than the tokenizer, as Qwen's is", lambda get: False),
         instead=f"Set {MODEL}.use_fused_kernels=false",
     ),
     # --- mixtures of experts ---
     "mixture_of_another_format": Row(
         "a mixture of experts",
-        Scope("INT8 rollouts and precision=bf16_shared", lambda get: False, key="jetrl.precision"),
+        scope=Scope("INT8 rollouts and precision=bf16_shared", lambda get: False, key="jetrl.precision"),
         instead="Set precision=jet_fp8, fp8_rollout or bf16",
     ),
     "mixture_with_stock_operations": Row(
         "a mixture of experts in FP8 training",
-        where("jetrl.operations", "stock"),
         "the two sides would send tokens to different experts",
+        scope=where("jetrl.operations", "stock"),
         instead="Set jetrl.operations=shared, or precision=fp8_rollout",
     ),
     "mixture_with_bf16_backward": Row(
         "a mixture of experts",
-        where("jetrl.backward", "bf16", "jetrl.backward=fp8"),
         "the gradients of experts are FP8 products",
+        scope=where("jetrl.backward", "bf16", "jetrl.backward=fp8"),
     ),
     "mixture_over_replicas": Row(
         "a mixture of experts",
-        Scope("rollout.data_parallel_size above 1", lambda get: False),
         "vLLM deals experts over the replicas of one server, and here they are whole on every rank",
+        scope=Scope("rollout.data_parallel_size above 1", lambda get: False),
         instead="Set it to 1, which starts a server for each replica",
     ),
-    "dense_layers_of_a_mixture": Row("a mixture of experts with a dense MLP in some layers", EVERY),
-    "shared_expert": Row("a mixture of experts with a shared expert", EVERY),
-    "expert_activation": Row("experts with another activation than SiLU", EVERY),
-    "expert_shape": Row("experts that are no multiples of 128", EVERY),
-    "expert_shard_shape": Row(
-        "experts whose shards are no multiples of 128", EVERY, instead=f"{_SMALLER}, or precision=bf16"
-    ),
+    "dense_layers_of_a_mixture": Row("a mixture of experts with a dense MLP in some layers"),
+    "shared_expert": Row("a mixture of experts with a shared expert"),
+    "expert_activation": Row("experts with another activation than SiLU"),
+    "expert_shape": Row("experts that are no multiples of 128"),
+    "expert_shard_shape": Row("experts whose shards are no multiples of 128", instead=f"{_SMALLER}, or precision=bf16"),
     "experts_a_token": Row(
         "a mixture of experts whose tokens go to none, or to more than there are",
-        EVERY,
         instead="Set num_experts_per_tok of its config.json to a number of its experts",
     ),
     # --- what the shared operations do not cover ---
-    "head_dim": Row("heads other than 128", SHARED),
-    "rope_type": Row("YaRN and other rotary types than default and llama3", SHARED),
-    "partial_rotary": Row("partly rotated heads", SHARED),
-    "activation": Row("an activation other than SiLU", SHARED),
-    "sliding_window": Row("sliding windows", SHARED),
-    "soft_cap": Row("soft-capped scores or logits", SHARED),
-    "logit_scale": Row("scaled logits", SHARED),
-    "attention_dropout": Row("attention dropout", SHARED, instead=f"Set {_DROPOUT}, or {SHARED.leave}"),
+    "head_dim": Row("heads other than 128", scope=SHARED),
+    "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
+    "partial_rotary": Row("partly rotated heads", scope=SHARED),
+    "activation": Row("an activation other than SiLU", scope=SHARED),
+    "sliding_window": Row("sliding windows", scope=SHARED),
+    "soft_cap": Row("soft-capped scores or logits", scope=SHARED),
+    "logit_scale": Row("scaled logits", scope=SHARED),
+    "attention_dropout": Row("attention dropout", scope=SHARED, instead=f"Set {_DROPOUT}, or {SHARED.leave}"),
     "residual_dropout": Row(
-        "residual dropout",
-        SHARED,
-        instead=f"Set {MODEL}.override_config.residual_dropout=0, or {SHARED.leave}",
+        "residual dropout", scope=SHARED, instead=f"Set {MODEL}.override_config.residual_dropout=0, or {SHARED.leave}"
     ),
 }
 """What the model's ``config.json`` shows."""

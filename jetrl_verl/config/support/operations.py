@@ -14,91 +14,94 @@ SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
     "fused_kernels": Row(
         "fused kernels",
-        SHARED,
         "they replace the logits and log-probabilities",
         {f"{MODEL}.use_fused_kernels": NOT_FALSE},
+        scope=SHARED,
     ),
     "hf_config_path": Row(
         "a configuration from another folder",
-        SHARED,
         "the trainer's model would be another than vLLM's",
         {f"{MODEL}.hf_config_path": SET},
+        scope=SHARED,
     ),
-    "liger": Row("Liger kernels", SHARED, "they replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
-    "tiled_mlp": Row("tiled MLPs", SHARED, "they replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
+    "liger": Row("Liger kernels", "they replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}, scope=SHARED),
+    "tiled_mlp": Row("tiled MLPs", "they replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}, scope=SHARED),
     "prefix_grouper": Row(
-        "the prefix grouper", SHARED, "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}
+        "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}, scope=SHARED
     ),
     "distillation": Row(
-        "distillation", SHARED, "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}
+        "distillation", "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}, scope=SHARED
     ),
     # Kernels that are not the one both sides call.
     "attention_backend": Row(
         "attention backends other than FlashAttention 3",
-        SHARED,
         "both sides call FlashAttention 3 without splits",
         {
             f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn"),
             f"{VLLM}.attention_config": NOT_EMPTY,
         },
+        scope=SHARED,
     ),
     "context_parallel": Row(
         "context parallel rollout",
-        SHARED,
         "it splits the attention",
         {f"{VLLM}.{phase}_context_parallel_size": other_than(1) for phase in ("decode", "prefill")},
+        scope=SHARED,
     ),
     "model_impl": Row(
         "vLLM's Transformers backend",
-        SHARED,
         "its modules are not vLLM's",
         {f"{VLLM}.model_impl": other_than("auto", "vllm")},
+        scope=SHARED,
     ),
     # The shared log-probability is that of the whole softmax at the sampling temperature. Under these the rollout
     # samples from, or reports, another distribution, and importance weights would be wrong without a word.
     "truncated_sampling": Row(
         "nucleus sampling (top_p) and top_k in training",
-        SHARED,
         "the trainer's softmax is whole",
         {f"{ROLLOUT}.top_p": other_than(1), f"{ROLLOUT}.top_k": other_than(-1)},
+        scope=SHARED,
     ),
     "repetition_penalty": Row(
         "penalties in training",
-        SHARED,
         "the trainer's logits carry none",
         {f"{ROLLOUT}.repetition_penalty": other_than(1)},
+        scope=SHARED,
     ),
     "logprobs_mode": Row(
         "raw log-probabilities",
-        SHARED,
         "they are not of the sampling distribution",
         {f"{ROLLOUT}.logprobs_mode": _PROCESSED, f"{VLLM}.logprobs_mode": _PROCESSED},
+        scope=SHARED,
     ),
     "logits_processors": Row(
-        "logits processors", SHARED, "the trainer runs none", {f"{VLLM}.logits_processors": other_than([])}
+        "logits processors", "the trainer runs none", {f"{VLLM}.logits_processors": other_than([])}, scope=SHARED
     ),
     "worker_cls": Row(
         "a vLLM worker of your own",
-        SHARED,
         "the worker runs the operations",
         {f"{VLLM}.worker_cls": other_than("auto")},
+        scope=SHARED,
     ),
     "temperature": Row(
-        "a temperature of 0 in training", SHARED, "there is no distribution", {f"{ROLLOUT}.temperature": _NO_POLICY}
+        "a temperature of 0 in training",
+        "there is no distribution",
+        {f"{ROLLOUT}.temperature": _NO_POLICY},
+        scope=SHARED,
     ),
 }
 
 EXACT_ROWS: dict[str, Row] = {
     "exact_log_probs": Row(
         "a rollout without log-probabilities",
-        EXACT,
         "they are what is compared",
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
+        scope=EXACT,
     ),
     "exact_stale_samples": Row(
         "samples of an older policy",
-        EXACT,
         "it trains on samples of the current policy",
         {"trainer.v1.trainer_mode": other_than("sync")},
+        scope=EXACT,
     ),
 }

@@ -17,97 +17,101 @@ def _bf16(get: Get, *options: str) -> bool:
 OPTION_ROWS: dict[str, Row] = {
     "rollout_of_fp8_training": Row(
         "an INT8 or BF16 rollout of FP8 training",
-        FP8_TRAINING,
         "it would sample from another policy than it trains",
         {"jetrl.rollout": other_than(FLOW)},
+        scope=FP8_TRAINING,
     ),
     "scale_rule_of_int8": Row(
         "another scale rule of INT8",
-        where("jetrl.rollout", _INT8.name),
         "INT8 has one scale rule",
         {"jetrl.scale_rule": other_than(*_INT8.scale_rules)},
+        scope=where("jetrl.rollout", _INT8.name),
     ),
     "int8_scales_without_int8": Row(
         "INT8 scales without an INT8 rollout",
-        Scope(
+        "the rollout has no INT8 weights",
+        {"jetrl.int8_scales": other_than("sync")},
+        scope=Scope(
             "a jetrl.rollout other than int8",
             lambda get: get("jetrl.rollout") != _INT8.name,
             "precision=int8_rollout",
             key="jetrl.rollout",
         ),
-        "the rollout has no INT8 weights",
-        {"jetrl.int8_scales": other_than("sync")},
     ),
     "bf16_with_stock_operations": Row(
         "BF16 linear layers with stock operations",
-        Scope("jetrl.train=bf16 and jetrl.rollout=bf16", lambda get: _bf16(get, "train", "rollout"), "precision=bf16"),
         "without shared operations it is precision=bf16",
         {"jetrl.operations": other_than("shared")},
+        scope=Scope(
+            "jetrl.train=bf16 and jetrl.rollout=bf16", lambda get: _bf16(get, "train", "rollout"), "precision=bf16"
+        ),
     ),
     "options_of_no_format": Row(
         "options of a quantization without one",
-        Scope(
-            "BF16 linear layers in training, rollout, reference policy and critic",
-            lambda get: _bf16(get, "train", "rollout", "ref", "critic"),
-        ),
         "no linear layer is quantized",
         {
             "jetrl.scale_rule": other_than("fp32"),
             "jetrl.unfit_layers": other_than("stop"),
             "jetrl.invariant_scaling": other_than(1),
         },
+        scope=Scope(
+            "BF16 linear layers in training, rollout, reference policy and critic",
+            lambda get: _bf16(get, "train", "rollout", "ref", "critic"),
+        ),
     ),
     "backward_without_fp8_training": Row(
         "an option of the FP8 backward without FP8 training",
-        Scope("jetrl.train=bf16 and jetrl.critic=bf16", lambda get: _bf16(get, "train", "critic"), "precision=jet_fp8"),
         "no model trains in FP8",
         {"jetrl.backward": other_than(FLOW)},
+        scope=Scope(
+            "jetrl.train=bf16 and jetrl.critic=bf16", lambda get: _bf16(get, "train", "critic"), "precision=jet_fp8"
+        ),
     ),
     "rollout_log_probs_of_another_precision": Row(
         "the rollout's log-probabilities as the old ones",
-        Scope(
+        "only jet_fp8_exact has them equal in every bit",
+        {"jetrl.old_log_probs": one_of("rollout", use="compute")},
+        scope=Scope(
             "every precision but jet_fp8_exact",
             lambda get: not EXACT.applies(get),
             "precision=jet_fp8_exact",
             key="jetrl.precision",
         ),
-        "only jet_fp8_exact has them equal in every bit",
-        {"jetrl.old_log_probs": one_of("rollout", use="compute")},
     ),
     "rollout_log_probs_with_calibration": Row(
         "calibrated clipping of the rollout's log-probabilities",
-        ROLLOUT_LOG_PROBS,
         "its BF16 shadow forward runs next to that of the old log-probabilities",
         {"jetrl.clip": other_than("fixed")},
+        scope=ROLLOUT_LOG_PROBS,
     ),
     "kv_cache_of_stock_operations": Row(
         "an FP8 KV cache of FP8 training",
-        Scope(
+        "the trainer's attention would see other keys and values than the rollout's",
+        {"jetrl.kv_cache": other_than(UNQUANTIZED)},
+        scope=Scope(
             "jetrl.train=fp8 and jetrl.operations=stock",
             lambda get: FP8_TRAINING.applies(get) and get("jetrl.operations") == "stock",
             "jetrl.operations=shared",
         ),
-        "the trainer's attention would see other keys and values than the rollout's",
-        {"jetrl.kv_cache": other_than(UNQUANTIZED)},
     ),
     "exact_without_shared_operations": Row(
-        "stock operations", EXACT, "that is another precision", {"jetrl.operations": other_than("shared")}
+        "stock operations", "that is another precision", {"jetrl.operations": other_than("shared")}, scope=EXACT
     ),
     "exact_with_layers_left_out": Row(
         "layers left out of FP8",
-        EXACT,
         "a BF16 linear layer is not shared",
         {"jetrl.train": other_than(FLOW), "jetrl.unfit_layers": other_than("stop")},
+        scope=EXACT,
     ),
     "operations_of_a_baseline": Row(
         "shared operations of a baseline",
-        Scope(
+        "each side of a baseline runs its own operations",
+        {"jetrl.operations": other_than("stock", "auto")},
+        scope=Scope(
             "BF16 training of a quantized rollout",
             lambda get: _bf16(get, "train") and not _bf16(get, "rollout"),
             "precision=jet_fp8",
             key="jetrl.precision",
         ),
-        "each side of a baseline runs its own operations",
-        {"jetrl.operations": other_than("stock", "auto")},
     ),
 }

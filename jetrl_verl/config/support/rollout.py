@@ -11,7 +11,6 @@ from .row import NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, oth
 from .scopes import (
     ACTOR,
     CORRECTION,
-    EVERY,
     FP8_CACHE,
     FP8_TRAINING,
     FUSIONS_OF_REDUCTIONS,
@@ -33,63 +32,56 @@ def _no_mapping(value: Any) -> bool:
 ROLLOUT_ROWS: dict[str, Row] = {
     "correction_without_log_probs": Row(
         "a rollout correction without the rollout's log-probabilities",
-        Scope(
+        "verl then leaves the correction out without a word",
+        {f"{CORRECTION}.rollout_is": SET, f"{CORRECTION}.rollout_rs": SET},
+        scope=Scope(
             f"{ROLLOUT}.calculate_log_probs=false",
             lambda get: not get(f"{ROLLOUT}.calculate_log_probs"),
             f"{ROLLOUT}.calculate_log_probs=true",
         ),
-        "verl then leaves the correction out without a word",
-        {f"{CORRECTION}.rollout_is": SET, f"{CORRECTION}.rollout_rs": SET},
     ),
     "rollout_engine": Row(
         "SGLang, TensorRT-LLM and Hugging Face rollouts",
-        EVERY,
         "the rollout runs in vLLM",
         {f"{ROLLOUT}.name": other_than("vllm")},
     ),
     "verls_quantization": Row(
         "verl's own quantization of the rollout",
-        EVERY,
         "the precision says what the rollout quantizes",
         {f"{ROLLOUT}.quantization": SET, f"{ROLLOUT}.quantization_config_file": SET},
     ),
     "rollout_dtype": Row(
         "FP16 or FP32 between the rollout's linear layers",
-        EVERY,
         "activations are BF16",
         {f"{ROLLOUT}.dtype": other_than(*_BF16, required=True), f"{VLLM}.dtype": other_than(*_BF16, "auto")},
     ),
     "load_format": Row(
         "a rollout that reads a checkpoint",
-        EVERY,
         "the trainer fills vLLM's weights before the first rollout",
         {f"{ROLLOUT}.load_format": other_than("dummy", required=True), f"{VLLM}.load_format": other_than("dummy")},
     ),
     "pipeline_parallel": Row(
         "pipeline parallel rollout",
-        EVERY,
         "the rollout is tensor and data parallel",
         {f"{ROLLOUT}.pipeline_model_parallel_size": above(1), f"{VLLM}.pipeline_parallel_size": other_than(1)},
     ),
     "expert_parallel": Row(
         "expert parallel rollout",
-        EVERY,
         "experts are whole on every rank",
         {f"{ROLLOUT}.expert_parallel_size": above(1), f"{VLLM}.enable_expert_parallel": NOT_FALSE},
     ),
     "tensor_parallel_of_vllm": Row(
         "a tensor-parallel size that only vLLM knows",
-        Scope(
+        "the trainer reads the rollout's, which says which layers fit",
+        {f"{VLLM}.tensor_parallel_size": SET},
+        scope=Scope(
             f"another {TENSOR_PARALLEL}",
             lambda get: get(f"{VLLM}.tensor_parallel_size") != get(TENSOR_PARALLEL),
             key=TENSOR_PARALLEL,
         ),
-        "the trainer reads the rollout's, which says which layers fit",
-        {f"{VLLM}.tensor_parallel_size": SET},
     ),
     "routing_replay": Row(
         "replay of a router",
-        EVERY,
         "trainer and rollout route with the same operator, so there is nothing to replay",
         {
             f"{ROLLOUT}.enable_rollout_routing_replay": TRUE,
@@ -99,12 +91,9 @@ ROLLOUT_ROWS: dict[str, Row] = {
             f"{ACTOR}.router_replay.mode": _REPLAY,
         },
     ),
-    "disaggregation": Row(
-        "split prefill and decode servers", EVERY, settings={f"{ROLLOUT}.disaggregation.enabled": TRUE}
-    ),
+    "disaggregation": Row("split prefill and decode servers", settings={f"{ROLLOUT}.disaggregation.enabled": TRUE}),
     "weight_sync": Row(
         "a weight sync other than the naive one",
-        EVERY,
         "weights travel through verl's naive sync",
         {
             f"{ROLLOUT}.checkpoint_engine.backend": other_than("naive", required=True),
@@ -113,19 +102,17 @@ ROLLOUT_ROWS: dict[str, Row] = {
     ),
     "kv_cache": Row(
         "vLLM's own quantized KV cache",
-        EVERY,
         "keys and values are BF16, or as jetrl.kv_cache says",
         {f"{VLLM}.kv_cache_dtype": other_than("auto", "bfloat16")},
     ),
     "fusions_of_reductions": Row(
         "vLLM's fusions of the sums over ranks",
-        FP8_TRAINING,
         "the trainer repeats these sums",
         {f"{VLLM}.compilation_config.pass_config.{name}": NOT_FALSE for name in FUSIONS_OF_REDUCTIONS},
+        scope=FP8_TRAINING,
     ),
     "block_size_of_an_fp8_cache": Row(
         f"pages of other sizes than multiples of {_CACHE.page_tokens} tokens",
-        FP8_CACHE,
         f"its pages are made of {_CACHE.page_tokens} tokens each",
         {
             f"{VLLM}.block_size": Values(
@@ -134,11 +121,11 @@ ROLLOUT_ROWS: dict[str, Row] = {
                 str(_CACHE.page_tokens),
             )
         },
+        scope=FP8_CACHE,
     ),
-    "speculation": Row("speculative decoding", EVERY, settings={f"{VLLM}.speculative_config": NOT_EMPTY}),
+    "speculation": Row("speculative decoding", settings={f"{VLLM}.speculative_config": NOT_EMPTY}),
     "vllm_arguments": Row(
         "vLLM arguments that the precision sets",
-        EVERY,
         "the precision sets it",
         {
             f"{VLLM}.worker_extension_cls": SET,
@@ -148,7 +135,6 @@ ROLLOUT_ROWS: dict[str, Row] = {
     ),
     "hf_overrides": Row(
         "overrides that are no mapping",
-        EVERY,
         "it is no mapping",
         {f"{VLLM}.hf_overrides": Values("that is no mapping", _no_mapping, "{}")},
     ),

@@ -39,6 +39,9 @@ class Scope:
         return f"{name}={shown(get(self.key))}"
 
 
+EVERY = Scope("every precision but bf16", lambda get: True, "precision=bf16", key="jetrl.precision")
+
+
 @dataclass(frozen=True)
 class Values:
     """The values of a setting that are not supported: in words, as a test, and the value to set instead."""
@@ -54,16 +57,16 @@ class Row:
 
     Attributes:
         feature: what it is; the X of the message where there is no setting.
-        scope: the Y of the message.
         reason: in a few words; empty if only the caller knows it.
         settings: key -> values that ask for the feature; empty if code finds it.
+        scope: with what it is not supported; the Y of the message.
         instead: the remedy; empty for the setting's value and the scope's.
     """
 
     feature: str
-    scope: Scope
     reason: str = ""
     settings: Mapping[str, Values] = field(default_factory=dict)
+    scope: Scope = EVERY
     instead: str = ""
 
     def met(self, get: Get) -> Iterator[dict[str, Any]]:

@@ -51,8 +51,6 @@ def where(key: str, value: Any, leave: str = "", name: str = "") -> Scope:
     return Scope(f"{name or key}={shown(value)}", lambda get: get(key) == value, leave)
 
 
-EVERY = Scope("every precision but bf16", lambda get: True, "precision=bf16", key="jetrl.precision")
-
 SHARED = where("jetrl.operations", "shared", "precision=jet_fp8 jetrl.operations=stock, or precision=bf16")
 """What the shared operations cannot do: ``jetrl.operations=auto`` becomes ``stock``."""
 

@@ -25,11 +25,6 @@ TABLE: dict[str, Row] = {**OPTION_ROWS, **COMPOSITION_ROWS, **MACHINE_ROWS, **MO
 """All rows by name."""
 
 
-def row(name: str) -> Row:
-    """The row of a name."""
-    return TABLE[name]
-
-
 def refusal(name: str, *, precision: str = "", **words: Any) -> str:
     """Message of a row, ``X is not supported with Y: why. Set Z.``
 
@@ -38,7 +33,7 @@ def refusal(name: str, *, precision: str = "", **words: Any) -> str:
         precision: of the run, which the Y of many rows states.
         words: of the message; see :meth:`Row.clause`.
     """
-    return row(name).message({"jetrl.precision": precision}.get, **words)
+    return TABLE[name].message({"jetrl.precision": precision}.get, **words)
 
 
 def refuse(name: str, **words: Any) -> NoReturn:
@@ -67,12 +62,6 @@ def stock_because(get: Get) -> Iterator[str]:
 def model_refusal(error: "Unsupported", path: str, precision: str) -> str:
     """Message of the row that an error of ``models/`` or ``nn/`` about the model at ``path`` names."""
     return refusal(error.row, precision=precision, what=f"the model {path}", why=str(error))
-
-
-def model_clause(error: "Unsupported", path: str, precision: str) -> str:
-    """The same without the remedy and the full stop."""
-    get = {"jetrl.precision": precision}.get
-    return row(error.row).clause(get, what=f"the model {path}", why=str(error))
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, on
 from .scopes import (
     ACTOR,
     ATTENTION,
-    EVERY,
     FP8_CRITIC,
     MODEL,
     REF,
@@ -39,31 +38,24 @@ def _masked(get: Get) -> bool:
 TRAINING_ROWS: dict[str, Row] = {
     "engine": Row(
         "Megatron, VeOmni, TorchTitan and other engines",
-        EVERY,
         "training runs under FSDP (model_engine=dp)",
         {f"{ACTOR}.strategy": _FSDP, f"{REF}.strategy": _FSDP},
     ),
     "qat": Row(
         "quantization-aware training",
-        EVERY,
         "the precision says which linear layers are quantized",
         {f"{node}.qat.enable": TRUE for node in (ACTOR, REF, *_ENGINES, ROLLOUT)},
     ),
     "compute_dtype": Row(
         "FP16 or FP32 between the trainer's linear layers",
-        EVERY,
         "weights and activations are cast to BF16",
         {f"{node}.{key}": _BF16 for node in _ENGINES for key in ("dtype", "mixed_precision.param_dtype")},
     ),
     "master_dtype": Row(
-        "FP16 master weights",
-        EVERY,
-        "master weights are FP32 or BF16",
-        {f"{node}.model_dtype": _NO_FP16 for node in _ENGINES},
+        "FP16 master weights", "master weights are FP32 or BF16", {f"{node}.model_dtype": _NO_FP16 for node in _ENGINES}
     ),
     "critic": Row(
         "a critic under another engine, in FP16 or FP32, or with quantization-aware training",
-        FP8_CRITIC,
         "an FP8 critic trains under FSDP, with BF16 activations and FP32 or BF16 master weights",
         {
             "critic.strategy": _FSDP,
@@ -73,22 +65,22 @@ TRAINING_ROWS: dict[str, Row] = {
             "critic.fsdp.mixed_precision.param_dtype": _BF16,
             "critic.fsdp.model_dtype": _NO_FP16,
         },
+        scope=FP8_CRITIC,
     ),
     "replicas_of_one_rank": Row(
         "FSDP1 with each GPU a replica of its own",
-        Scope("strategy=fsdp on several GPUs", _several_gpus_under_fsdp1, f"{ACTOR}.strategy=fsdp2"),
         "torch's FSDP1 then adds no gradients over the replicas, and each trains a policy of its own",
         {f"{ACTOR}.fsdp_config.fsdp_size": one_of(1, use="-1")},
+        scope=Scope("strategy=fsdp on several GPUs", _several_gpus_under_fsdp1, f"{ACTOR}.strategy=fsdp2"),
     ),
     "gathered_once_under_fsdp1": Row(
         "FSDP1 with weights that stay gathered",
-        where("jetrl.gathered", "batch", "jetrl.gathered=pass"),
         "FSDP1 frees them after each pass",
         dict.fromkeys((f"{ACTOR}.strategy", f"{REF}.strategy"), one_of("fsdp", use="fsdp2")),
+        scope=where("jetrl.gathered", "batch", "jetrl.gathered=pass"),
     ),
     "lora": Row(
         "LoRA adapters",
-        EVERY,
         "the full weights are trained",
         {
             f"{MODEL}.lora_rank": above(0),
@@ -98,38 +90,34 @@ TRAINING_ROWS: dict[str, Row] = {
             f"{VLLM}.enable_lora": NOT_FALSE,
         },
     ),
-    "mtp": Row("multi-token prediction", EVERY, settings={f"{MODEL}.mtp.enable": TRUE}),
+    "mtp": Row("multi-token prediction", settings={f"{MODEL}.mtp.enable": TRUE}),
     "ulysses_of_padded_batches": Row(
         "Ulysses sequence parallelism of padded batches",
-        Scope(
+        "verl splits packed batches alone",
+        dict.fromkeys(ULYSSES, above(1)),
+        scope=Scope(
             f"{MODEL}.use_remove_padding=false",
             lambda get: not get(f"{MODEL}.use_remove_padding"),
             f"{MODEL}.use_remove_padding=true",
         ),
-        "verl splits packed batches alone",
-        dict.fromkeys(ULYSSES, above(1)),
     ),
     "ulysses_without_exchange": Row(
         "Ulysses sequence parallelism of other attention than FlashAttention",
-        Scope(
+        "each rank would attend to its own tokens alone",
+        dict.fromkeys(ULYSSES, above(1)),
+        scope=Scope(
             f"an attn_implementation other than flash_attention_* and {JETRL_ATTENTION}",
             _masked,
             f"{ATTENTION}={JETRL_ATTENTION}",
             key=ATTENTION,
         ),
-        "each rank would attend to its own tokens alone",
-        dict.fromkeys(ULYSSES, above(1)),
     ),
     "varlen_prefix_grouper": Row(
-        "the prefix grouper",
-        VARLEN,
-        "it needs an attention with masks",
-        {f"{ACTOR}.use_prefix_grouper": TRUE},
+        "the prefix grouper", "it needs an attention with masks", {f"{ACTOR}.use_prefix_grouper": TRUE}, scope=VARLEN
     ),
-    "old_trainer": Row("the trainer from before verl's v1", EVERY, settings={"trainer.use_v1": FALSE}),
+    "old_trainer": Row("the trainer from before verl's v1", settings={"trainer.use_v1": FALSE}),
     "separate_gpus": Row(
         "trainer and rollout on GPUs of their own",
-        EVERY,
         "trainer and rollout share their GPUs",
         {
             "trainer.v1.trainer_mode": other_than("sync", "colocate_async"),
@@ -139,13 +127,11 @@ TRAINING_ROWS: dict[str, Row] = {
     ),
     "device": Row(
         "NPUs and other accelerators than NVIDIA's",
-        EVERY,
         "FP8 runs on NVIDIA GPUs",
         {"trainer.device": other_than("cuda", "cpu")},
     ),
     "targets": Row(
         "another class instead of ours",
-        EVERY,
         "the flag works through this key",
         {
             f"{node}._target_": other_than(target_of(node), required=True)
@@ -154,7 +140,6 @@ TRAINING_ROWS: dict[str, Row] = {
     ),
     "options_removed": Row(
         "a node of ours without our options",
-        EVERY,
         "the flag works through this key",
         {
             f"{node}.jetrl": Values("absent or `null`", lambda value: value is None, "${jetrl}")

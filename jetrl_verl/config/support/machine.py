@@ -77,13 +77,13 @@ MODEL_ROWS: dict[str, Row] = {
     ),
     "fused_kernels_of_a_padded_vocabulary": Row(
         f"{MODEL}.use_fused_kernels=true",
-        scope=Scope("a vocabulary larger than the tokenizer, as Qwen's is", lambda get: False),
+        scope=Scope("a vocabulary larger than the tokenizer, as Qwen's is"),
         instead=f"Set {MODEL}.use_fused_kernels=false",
     ),
     # --- mixtures of experts ---
     "mixture_of_another_format": Row(
         "a mixture of experts",
-        scope=Scope("INT8 rollouts and precision=bf16_shared", lambda get: False, key="jetrl.precision"),
+        scope=Scope("a jetrl.rollout other than fp8", key="jetrl.precision"),
         instead="Set precision=jet_fp8, fp8_rollout or bf16",
     ),
     "mixture_with_stock_operations": Row(
@@ -100,7 +100,7 @@ MODEL_ROWS: dict[str, Row] = {
     "mixture_over_replicas": Row(
         "a mixture of experts",
         "vLLM deals experts over the replicas of one server, and here they are whole on every rank",
-        scope=Scope("rollout.data_parallel_size above 1", lambda get: False),
+        scope=Scope("rollout.data_parallel_size above 1"),
         instead="Set it to 1, which starts a server for each replica",
     ),
     "dense_layers_of_a_mixture": Row("a mixture of experts with a dense MLP in some layers"),

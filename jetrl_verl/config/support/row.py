@@ -21,13 +21,13 @@ class Scope:
 
     Attributes:
         text: the Y of a message; empty if nothing is refused, and the reason alone is said.
-        applies: whether a job is in it.
+        applies: whether a job is in it; by default none is, and code alone refers to its rows.
         leave: the setting that takes a job out of it, for remedies; empty if there is none.
         key: a key whose value messages state instead of ``text``.
     """
 
     text: str
-    applies: Callable[[Get], bool]
+    applies: Callable[[Get], bool] = lambda get: False
     leave: str = ""
     key: str = ""
 

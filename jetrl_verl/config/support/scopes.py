@@ -54,8 +54,8 @@ def where(key: str, value: Any, leave: str = "", name: str = "") -> Scope:
 SHARED = where("jetrl.operations", "shared", "precision=jet_fp8 jetrl.operations=stock, or precision=bf16")
 """What the shared operations cannot do: ``jetrl.operations=auto`` becomes ``stock``."""
 
-AUTO = Scope("", lambda get: False)
-"""What the driver cannot know, or the shared operations do slowly; ``jetrl.operations=shared`` is accepted."""
+AUTO = Scope("")
+"""What makes ``jetrl.operations=auto`` ``stock`` where ``shared`` is accepted: it is slow, or may differ."""
 
 EXACT = where("jetrl.precision", "jet_fp8_exact", "precision=jet_fp8", name="precision")
 """What makes the last bits of the two sides differ, and nothing else."""
@@ -78,11 +78,4 @@ ADAPTIVE = where("jetrl.correction", "adaptive", "jetrl.correction=fixed")
 ROLLOUT_LOG_PROBS = where("jetrl.old_log_probs", "rollout", "jetrl.old_log_probs=compute")
 """What would make the rollout's log-probabilities other than those of a forward, or needs that forward."""
 
-FOLDED = Scope(
-    "a jetrl.invariant_scaling other than 1",
-    lambda get: get("jetrl.invariant_scaling") != 1,
-    "jetrl.invariant_scaling=1",
-    key="jetrl.invariant_scaling",
-)
-
-UNCOMPOSED = Scope("a configuration that Hydra did not compose", lambda get: False)
+FOLDED = Scope("a jetrl.invariant_scaling other than 1", leave="jetrl.invariant_scaling=1")

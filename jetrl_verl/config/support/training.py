@@ -6,18 +6,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from ..precision import target_of
 from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import (
-    ACTOR,
-    ATTENTION,
-    FP8_CRITIC,
-    MODEL,
-    REF,
-    ROLLOUT,
-    ULYSSES,
-    VARLEN,
-    VLLM,
-    where,
-)
+from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ULYSSES, VARLEN, VLLM, where
 
 _FSDP = other_than("fsdp2", "fsdp", required=True)
 _BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")

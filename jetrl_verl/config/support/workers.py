@@ -5,17 +5,7 @@ model or the engine, or in its first forward; and rows about the commands of ``j
 """
 
 from .row import Row, Scope
-from .scopes import (
-    FOLDED,
-    FP8_CACHE,
-    FP8_ROLLOUT,
-    FP8_TRAINING,
-    SHARED,
-    TENSOR_PARALLEL,
-    UNCOMPOSED,
-    VARLEN,
-    VLLM,
-)
+from .scopes import FOLDED, FP8_CACHE, FP8_ROLLOUT, FP8_TRAINING, SHARED, TENSOR_PARALLEL, VARLEN, VLLM
 
 WORKER_ROWS: dict[str, Row] = {
     # --- attention of the engine ---
@@ -114,7 +104,7 @@ WORKER_ROWS: dict[str, Row] = {
     "class_without_options": Row(
         "a class of ours without the options",
         "the options come with the flag",
-        scope=UNCOMPOSED,
+        scope=Scope("a configuration that Hydra did not compose"),
         instead="Set precision to a group of this package",
     ),
 }
@@ -122,13 +112,13 @@ WORKER_ROWS: dict[str, Row] = {
 COMMAND_ROWS: dict[str, Row] = {
     "model_of_a_command": Row(
         "a model of a type that has no family",
-        scope=Scope("jetrl diff and jetrl memory", lambda get: False),
+        scope=Scope("jetrl diff and jetrl memory"),
         instead="Set a model of one of these types",
     ),
     "reward_model_of_compare": Row(
         "a reward model",
         "it scores with a reward function",
-        scope=Scope("jetrl compare", lambda get: False),
+        scope=Scope("jetrl compare"),
         instead="Set reward.custom_reward_function, or use data with a rule",
     ),
 }

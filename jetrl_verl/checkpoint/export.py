@@ -43,7 +43,8 @@ from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
-FORMATS = (UNQUANTIZED, *(name for name, traits in formats.FORMATS.items() if traits.exports), "both")
+_EXPORTED = tuple(name for name, traits in formats.FORMATS.items() if traits.exports)
+FORMATS = (UNQUANTIZED, *_EXPORTED, "both")
 FACTS = "jetrl_export.json"
 SHARD_BYTES = 4 * 2**30
 
@@ -78,9 +79,14 @@ class ExportOptions:
             raise ExportError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; use 1 or more.")
         self.job()
 
+    @property
+    def number_format(self) -> str:
+        """Format of a quantized folder; of ``both``, the first that stock engines read."""
+        return self.format if self.format in _EXPORTED else _EXPORTED[0]
+
     def job(self) -> Job:
         """The rollout that the folder is for: training's requirements, as of a mixture, do not apply to it."""
-        options = {"precision": "fp8_rollout", "train": formats.UNQUANTIZED, "rollout": formats.FLOW}
+        options = {"precision": "fp8_rollout", "train": formats.UNQUANTIZED, "rollout": self.number_format}
         options |= {"scale_rule": self.scale_rule, "unfit_layers": self.unfit_layers}
         try:
             return Job(parse(options), rollout_ranks=self.tensor_parallel)
@@ -142,7 +148,7 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ExportError(f"{out} exists and is not an empty folder; name another one or remove it.")
     source = find_checkpoint(checkpoint)
-    names = (UNQUANTIZED, formats.FLOW) if options.format == "both" else (options.format,)
+    names = (UNQUANTIZED, options.number_format) if options.format == "both" else (options.format,)
     plans = _plan(source, options) if names != (UNQUANTIZED,) else {}
     opened = _open(source)
     if opened.config.get("quantization_config"):
@@ -317,7 +323,7 @@ def _write(
         kept = [name.removesuffix(".weight") for name in names if not plan_of(name, plans).quantized]
         if mixture is not None:
             kept += [f"{family(config).layers}.{layer}.{mixture.router}" for layer in range(layers)]
-        config["quantization_config"] = formats.get(formats.FLOW).huggingface_config(["lm_head", *kept])
+        config["quantization_config"] = formats.get(options.number_format).huggingface_config(["lm_head", *kept])
         facts = {"source": str(checkpoint.source.resolve()), "digest": f"{digest.value:#018x}", **asdict(options)}
         (folder / FACTS).write_text(json.dumps(facts, indent=2))
     (folder / "config.json").write_text(json.dumps(config, indent=2))

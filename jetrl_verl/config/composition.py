@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, UNQUANTIZED
+from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
 from .environment import installed_version, on_cpu
 from .job import Job
@@ -27,17 +27,15 @@ from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import CORRECTION, MODEL, TENSOR_PARALLEL, VLLM
 from .support.table import TABLE, explained, refusal, refusals, stock_because
 
-_TRAIN = tuple(name for name, traits in FORMATS.items() if traits.trains)
-
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
-    "train": (*_TRAIN, UNQUANTIZED),
+    "train": (*TRAINED, UNQUANTIZED),
     "rollout": (*FORMATS, UNQUANTIZED),
     "scale_rule": SCALE_RULES,
-    "backward": (*_TRAIN, UNQUANTIZED),
+    "backward": (*TRAINED, UNQUANTIZED),
     "unfit_layers": ("stop", "skip"),
-    "ref": (UNQUANTIZED, *_TRAIN),
-    "critic": (UNQUANTIZED, *_TRAIN),
+    "ref": (UNQUANTIZED, *TRAINED),
+    "critic": (UNQUANTIZED, *TRAINED),
     "contract_check": (True, False),
     "metrics": (True, False),
     "operations": ("auto", "stock", "shared"),

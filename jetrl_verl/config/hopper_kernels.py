@@ -6,7 +6,7 @@ have the same bits.
 
 from collections.abc import Sequence
 
-from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.formats.catalog import UNQUANTIZED, traits_of
 
 from .options import JetConfig
 from .support.limits import WGRAD_IN_TRITON
@@ -22,11 +22,11 @@ IN_TRITON = (
 
 def price(options: JetConfig) -> str:
     """What a job pays without the kernels; empty for one that calls none of them."""
-    if options.train == FLOW and options.backward == FLOW:
+    if not any(traits and traits.native for traits in map(traits_of, (options.train, options.rollout))):
+        return ""
+    if UNQUANTIZED not in (options.train, options.backward):
         return IN_TRITON
-    if FLOW in (options.train, options.rollout):
-        return "FP8 linears of up to 128 rows run in vLLM's CUTLASS kernel, slower than ours"
-    return ""
+    return "FP8 linears of up to 128 rows run in vLLM's CUTLASS kernel, slower than ours"
 
 
 def missing(options: JetConfig, nodes: Sequence[str]) -> str:
@@ -35,7 +35,7 @@ def missing(options: JetConfig, nodes: Sequence[str]) -> str:
     if not paid or not nodes:
         return ""
     remedy = "install there a wheel that has them (`make wheel` where there is an nvcc)"
-    if options.train == FLOW and options.backward == FLOW:
+    if paid == IN_TRITON:
         remedy += ", or set jetrl.backward=bf16 (of a dense model)"
     return (
         f"jetrl_verl: warning: the Hopper kernels are not in the package on {', '.join(nodes)}: {paid}. To be faster, "

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, CacheTraits, cache_traits
+from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, cache_traits
 
 from .options import JetConfig
 from .support.table import refuse
@@ -89,7 +89,7 @@ class Job:
             model,
             1 if role == "critic" else self.rollout_ranks,
             unfit_layers=self.options.unfit_layers,
-            format_name=self.options.rollout if role == "actor" else FLOW,
+            format_name=self.options.rollout if role == "actor" else getattr(self.options, role),
         )
 
     def for_vllm(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_verl.formats.catalog import FLOW, CacheTraits
+from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .support.row import Get, UnsupportedConfiguration
@@ -193,10 +193,10 @@ def check_model(
         decoder = family(model.config)
         if shared:
             decoder.check_operations(decoder.as_trained(model.config, overrides or {}))
-    if decoder.experts is not None and options.train == FLOW:
+    if decoder.experts is not None and options.train != UNQUANTIZED:
         if not shared:
             refuse("mixture_with_stock_operations", what=f"the mixture of experts {model.path}")
-        if options.backward != FLOW:
+        if options.backward == UNQUANTIZED:
             refuse("mixture_with_bf16_backward", what=f"the mixture of experts {model.path}")
 
 

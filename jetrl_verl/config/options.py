@@ -8,7 +8,7 @@ A precision fills the node, the user overrides fields, and ``composition`` valid
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
 
 PRECISIONS: tuple[str, ...] = (
     "bf16",
@@ -100,7 +100,7 @@ class JetConfig:
     def reduction(self) -> str:
         """How a rollout over several GPUs adds its ranks' products: ``ordered``, as a trainer in the flow repeats it,
         or ``stock``, as vLLM does."""
-        return "ordered" if self.train == FLOW else "stock"
+        return "stock" if self.train == UNQUANTIZED else "ordered"
 
     def as_dict(self) -> dict[str, Any]:
         """The node again, as plain Python values."""

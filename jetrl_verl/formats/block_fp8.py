@@ -93,6 +93,12 @@ class BlockFP8(Format):
 
     # Training
 
+    dequantize_activation = staticmethod(dequantize_1x128)  # rowwise or colwise
+    quantize_weight_and_transpose = staticmethod(kernels.quantize_128x128_and_transpose)  # [N, K] and [K, N]
+    transpose_weight = staticmethod(kernels.transpose_128x128)
+    dgrad = staticmethod(kernels.gemm_nt)  # of rowwise dY and the weight's transpose
+    wgrad = staticmethod(kernels.wgrad)  # of colwise dY and colwise X
+
     def quantize_activation(self, x: torch.Tensor, rule: str) -> QuantizedTensor:
         """Rowwise data of ``x [M, K]`` BF16."""
         return kernels.quantize_1x128(x, rule)
@@ -112,10 +118,6 @@ class BlockFP8(Format):
         """Rowwise ``x [M, K]`` re-laid out for WGrad: ``[K, M]`` in groups along tokens."""
         return kernels.relayout_128x1(x, rule)
 
-    def dequantize_activation(self, x: QuantizedTensor) -> torch.Tensor:
-        """``qdata * scales`` in FP32, rowwise or colwise."""
-        return dequantize_1x128(x)
-
     def fprop(
         self, x: QuantizedTensor, weight: QuantizedTensor, bias: torch.Tensor | None, ranks: int = 1
     ) -> torch.Tensor:
@@ -131,22 +133,6 @@ class BlockFP8(Format):
         if ranks == 1:
             return kernels.gemm_nt(x, weight, bias)
         return kernels.gemm_nt_of_ranks(x, weight, ranks, bias)
-
-    def quantize_weight_and_transpose(self, weight: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-        """:meth:`quantize_weight` of ``[N, K]`` and its transpose ``[K, N]``, in one pass."""
-        return kernels.quantize_128x128_and_transpose(weight, rule)
-
-    def transpose_weight(self, weight: QuantizedTensor) -> QuantizedTensor:
-        """The same qdata and scales, transposed to ``[K, N]``."""
-        return kernels.transpose_128x128(weight)
-
-    def dgrad(self, dy: QuantizedTensor, transposed: QuantizedTensor) -> torch.Tensor:
-        """``dX [M, K]`` BF16 of rowwise dY and the weight's transpose ``[K, N]``."""
-        return kernels.gemm_nt(dy, transposed)
-
-    def wgrad(self, dy: QuantizedTensor, x: QuantizedTensor) -> torch.Tensor:
-        """``dW [N, K]`` BF16 of colwise dY and colwise X."""
-        return kernels.wgrad(dy, x)
 
     # A mixture of experts
 

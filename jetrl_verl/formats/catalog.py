@@ -25,7 +25,9 @@ class Traits:
         scale_rules: supported values of ``jetrl.scale_rule``.
         block: side of the square of a weight that no shard cuts; the contract check has one sum of each.
         mixtures: whether it has the products of a mixture's experts.
+        element_bytes: of an element's qdata.
         trains: whether the trainer may run forward and backward in it.
+        native: whether csrc/ has Hopper kernels for it.
         keeps_scales: whether weights may keep the scales of the first weight sync (``jetrl.int8_scales=first``).
         measured: whether metrics report what rounding loses (metrics/quantization.py).
         exports: whether ``jetrl export`` writes it for stock engines.
@@ -37,7 +39,9 @@ class Traits:
     scale_rules: tuple[str, ...]
     block: int
     mixtures: bool = False
+    element_bytes: float = 1.0
     trains: bool = False
+    native: bool = False
     keeps_scales: bool = False
     measured: bool = False
     exports: bool = False
@@ -54,6 +58,7 @@ FORMATS: dict[str, Traits] = {
             block=128,
             mixtures=True,
             trains=True,
+            native=True,
             measured=True,
             exports=True,
         ),
@@ -67,6 +72,9 @@ FORMATS: dict[str, Traits] = {
         ),
     )
 }
+
+TRAINED = tuple(traits.name for traits in FORMATS.values() if traits.trains)
+"""Formats that ``jetrl.train``, ``jetrl.ref`` and ``jetrl.critic`` may name."""
 
 VLLM_METHODS = {name: f"jetrl_{name}" for name in (*FORMATS, UNQUANTIZED)}
 """``jetrl.rollout`` -> vLLM's quantization method. That of :data:`UNQUANTIZED` only carries an engine's options."""

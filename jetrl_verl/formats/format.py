@@ -53,9 +53,11 @@ class QuantizedWeight(QuantizedTensor):
 class Format(ABC):
     """One number format of a quantized linear layer.
 
+    One that trains (``traits.trains``) or has a mixture's products has the further methods of :class:`BlockFP8`, too.
+
     Attributes:
         traits: see catalog.py.
-        dtype: of the qdata, one byte an entry.
+        dtype: of the qdata. packing: elements of a row that an entry of the qdata holds.
         rows_per_scale, columns_per_scale: of a weight that share a scale; None: all columns.
         scale_dtype: of the scales.
         accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input. If so, the format has the
@@ -65,6 +67,7 @@ class Format(ABC):
 
     traits: Traits
     dtype: torch.dtype
+    packing: int = 1
     rows_per_scale: int
     columns_per_scale: int | None
     scale_dtype: torch.dtype = torch.float32
@@ -125,7 +128,7 @@ class Format(ABC):
 
     def qdata_shape(self, n: int, k: int) -> tuple[int, int]:
         """Shape of the qdata of a weight ``[n, k]``."""
-        return n, k
+        return n, k // self.packing
 
     def scales_shape(self, n: int, k: int) -> tuple[int, int]:
         """Shape of the scales of a weight ``[n, k]``."""

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
-from jetrl_verl.formats.block_fp8 import BlockFP8
+from jetrl_verl.formats.format import Format
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -97,7 +97,7 @@ class JetExperts(nn.Module):
 
     scale_rule: ScaleRule
     ranks: int
-    format: BlockFP8
+    format: Format
     gate_up_name: str
     down_name: str
     stock_class: type[nn.Module]
@@ -106,7 +106,7 @@ class JetExperts(nn.Module):
 
     @classmethod
     def replace(
-        cls, experts: nn.Module, number_format: BlockFP8, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1
+        cls, experts: nn.Module, number_format: Format, mixture: Experts, *, scale_rule: ScaleRule, ranks: int = 1
     ) -> "JetExperts":
         """Turn ``experts``, with the names of ``mixture``, into this class in place.
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.module import _global_parameter_registration_hooks, _has_any_global_hook
 
-from jetrl_verl.formats.block_fp8 import BlockFP8
 from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.formats.format import Format
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -37,7 +37,7 @@ class SharedColwise:
         self.readers = 0
         self._colwise: QuantizedTensor | None = None
 
-    def take(self, rowwise: QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+    def take(self, rowwise: QuantizedTensor, number_format: Format, rule: ScaleRule) -> QuantizedTensor:
         """Colwise data ``[K, M]`` from the saved rowwise ``[M, K]``, for one reader."""
         colwise = self._colwise if self._colwise is not None else number_format.colwise(rowwise, rule)
         self.readers -= 1
@@ -46,7 +46,7 @@ class SharedColwise:
         return colwise
 
 
-def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: BlockFP8, rule: ScaleRule) -> QuantizedTensor:
+def quantize_input(x: torch.Tensor | QuantizedTensor, number_format: Format, rule: ScaleRule) -> QuantizedTensor:
     """The BF16 value of ``x [..., K]`` quantized rowwise ``[M, K]``, with ``x`` as its source.
 
     A :class:`QuantizedTensor` is returned unchanged, with a :class:`SharedColwise` if it has none.
@@ -158,13 +158,13 @@ class JetLinear(nn.Linear):
     scale_rule: ScaleRule
     ranks: int
     quantized_backward: bool
-    format: BlockFP8
+    format: Format
     _cache: WeightCache
     stock_class = nn.Linear
 
     @classmethod
     def replace(
-        cls, linear: nn.Linear, number_format: BlockFP8, *, scale_rule: ScaleRule, backward: str, ranks: int = 1
+        cls, linear: nn.Linear, number_format: Format, *, scale_rule: ScaleRule, backward: str, ranks: int = 1
     ) -> "JetLinear":
         """Turn ``linear`` into this class in place. ``backward``: of DGrad and WGrad, the format's name or ``"bf16"``.
 

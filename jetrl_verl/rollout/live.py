@@ -103,13 +103,15 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue
+            scales = own.get(leaf + SCALE_SUFFIX)
+            value = data if scales is None else QuantizedWeight(layer.quant_method.format, data, scales)
             width = data.shape[1] if data.ndim > 1 else 1
+            if scales is not None:
+                width *= value.format.packing
             first_column, whole_columns = 0, width
             if isinstance(layer, vllm.RowParallelLinear) and data.ndim > 1:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
-            scales = own.get(leaf + SCALE_SUFFIX)
-            value = data if scales is None else QuantizedWeight(layer.quant_method.format, data, scales)
             parameter = _Parameter(value, columns, whole_columns)
             if isinstance(layer, vllm.QKVParallelLinear | vllm.MergedColumnParallelLinear):
                 pieces = zip(merged[location.module], _pieces(layer), strict=True)
@@ -270,10 +272,12 @@ def _source_and_target(
         kind = "scales" if entry.kind == Kind.SCALES else "tensor"
         raise ValueError(f"the trainer sends {kind} of {name}, and the rollout has none of this name in {entry.format}")
     target, shape, block = part.data, part.whole, (1, 1)
-    if entry.kind == Kind.SCALES:
+    if isinstance(part.value, QuantizedWeight):
         number_format = part.value.format
-        target, shape = part.value.scales, number_format.scales_shape(*part.whole)
-        block = (number_format.rows_per_scale, number_format.columns_per_scale)
+        shape, block = number_format.qdata_shape(*part.whole), (1, number_format.packing)
+        if entry.kind == Kind.SCALES:
+            target, shape = part.value.scales, number_format.scales_shape(*part.whole)
+            block = (number_format.rows_per_scale, number_format.columns_per_scale)
     if (whole.numel() // whole.shape[-1], whole.shape[-1]) != shape and tuple(whole.shape) != shape[:1]:
         raise ValueError(
             f"{entry.kind} of {name} are {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout"

@@ -136,7 +136,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
     def _verify(self, config: JetQuantizationConfig, reduction: dict[str, int]) -> dict[str, int]:
         routing = live_routing(self.model_runner.model)
-        cache, mixture = config.kv_cache.traits.name, routing is not None
+        cache, mixture = config.kv_cache.traits.name, None if routing is None else config.format_name
         operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
         return self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),

@@ -19,7 +19,6 @@ from jetrl_verl.formats import UNQUANTIZED, traits_of
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, row_sums
 from jetrl_verl.models.families.base import Routing
-from jetrl_verl.reference import BLOCK
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.statement import ContractViolation, Manifest
 from jetrl_verl.sync.wire import Kind, entries_of
@@ -128,7 +127,7 @@ class ContractReceiver:
         return self._comparison.counts | {"digest": digest % 2**64}
 
     def _check_statement(self, scale_rule: str, routing: Routing | None) -> Manifest:
-        """The trainer's manifest; its blocks, scale rule and choice of experts must equal this side's."""
+        """The trainer's manifest; its scale rule and choice of experts must equal this side's."""
         manifest = self._manifest
         if manifest is None:
             raise ContractViolation(
@@ -140,10 +139,10 @@ class ContractReceiver:
                 f"contract check: {0 if self._sums is None else len(self._sums)} of the trainer's {manifest.length()} "
                 "sums arrived: the two sides run different versions of jetrl_verl. Install the same one on both."
             )
-        if manifest.block != BLOCK or manifest.scale_rule != scale_rule:
+        if manifest.scale_rule != scale_rule:
             raise ContractViolation(
-                f"contract check: the trainer quantizes with {manifest.block}x{manifest.block} blocks and scale rule "
-                f"{manifest.scale_rule}, the rollout with {BLOCK}x{BLOCK} and {scale_rule}"
+                f"contract check: the trainer has scale rule {manifest.scale_rule}, the rollout {scale_rule}. Set the "
+                "same jetrl.scale_rule on both."
             )
         stated = None if manifest.routing is None else Routing(**manifest.routing)
         if stated != routing:
@@ -269,12 +268,14 @@ class _Comparison:
         return self._live is live and (self._weights, self._tied) == (manifest.weights, manifest.tied)
 
     def _of_quantized(self, name: str, part: LiveTensor, stated: torch.Tensor) -> _Pair:
-        """The sums of 128x128 blocks, of the parameter that the part is stacked in."""
-        _same_shape(name, stated, torch.Size(size // BLOCK for size in part.whole))
-        parameter, first = part.parameter or part.value, part.start // BLOCK
-        group = self._quantized.setdefault(part.format, _LiveSums(parameter.format.sums_of_all))
-        places = group.places(parameter, parameter, [size // BLOCK for size in parameter.qdata.shape])
-        stated = part.part_of(stated, BLOCK, BLOCK).reshape(-1, places.shape[1])
+        """The sums of blocks, of the parameter that the part is stacked in."""
+        parameter, number_format = part.parameter or part.value, part.value.format
+        block = number_format.traits.block
+        _same_shape(name, stated, torch.Size(size // block for size in part.whole))
+        group = self._quantized.setdefault(part.format, _LiveSums(number_format.sums_of_all))
+        rows, columns = parameter.qdata.shape
+        places = group.places(parameter, parameter, [rows // block, columns * number_format.packing // block])
+        stated, first = part.part_of(stated, block, block).reshape(-1, places.shape[1]), part.start // block
         return _Pair(name, stated, places[first : first + len(stated)], group)
 
     def _of_plain(self, name: str, part: LiveTensor, stated: torch.Tensor) -> _Pair:

@@ -17,6 +17,7 @@ import torch
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import KVCache
+from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.kernels.probe_inputs import (
     EXPERTS,
@@ -29,7 +30,7 @@ from jetrl_verl.kernels.probe_inputs import (
     probe_inputs,
 )
 from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
-from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.reference import QuantizedTensor
 
 _PAGE_TOKENS = 16
 _STEPS = (1, 12, 32)
@@ -110,7 +111,7 @@ def _token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
     return out
 
 
-def _results(device: torch.device, kv_cache: KVCache, rollout: bool, mixture: bool) -> dict[str, Any]:
+def _results(device: torch.device, kv_cache: KVCache, rollout: bool, mixture: str | None) -> dict[str, Any]:
     """Operation -> its results on ``device``, by this side's code."""
     inputs = probe_inputs(device)
     results = {name: op.probe(inputs) for name, op in kernels.OPERATIONS.items() if op.probe}
@@ -122,9 +123,10 @@ def _results(device: torch.device, kv_cache: KVCache, rollout: bool, mixture: bo
     if mixture:
         inputs = mixture_inputs(device)
         results |= {name: op.mixture_probe(inputs) for name, op in kernels.OPERATIONS.items() if op.mixture_probe}
-        # The trainer's segments begin at multiples of 128 rows, the rollout's anywhere.
+        # The trainer's segments begin at multiples of a block's rows, the rollout's anywhere.
+        number_format = formats.get(mixture)
         results["experts"] = torch.cat(
-            [_experts_forward(inputs, count, trains) for count in ROWS for trains in (True, False)]
+            [_experts_forward(number_format, inputs, count, trains) for count in ROWS for trains in (True, False)]
         )
     return results
 
@@ -148,14 +150,13 @@ def _sums(results: Mapping[str, Any]) -> dict[str, int]:
     return dict(zip(results, torch.stack(sums).tolist(), strict=True))
 
 
-def _experts_forward(inputs: MixtureInputs, tokens: int, trains: bool) -> torch.Tensor:
-    """BF16 output of the flow's experts for the first ``tokens`` tokens, by one side's operations."""
-    flow = formats.get(formats.FLOW)
+def _experts_forward(flow: Format, inputs: MixtureInputs, tokens: int, trains: bool) -> torch.Tensor:
+    """BF16 output of the format's experts for the first ``tokens`` tokens, by one side's operations."""
     gate_up, down = (flow.quantize_weight(weight, "fp32") for weight in (inputs.gate_up, inputs.down))
     x, logits = flow.quantize_activation(inputs.x[:tokens], "fp32"), inputs.logits[:tokens].contiguous()
     if trains:
         experts_of, weights = kernels.route(logits, PER_TOKEN, True)
-        segments = kernels.segments(experts_of, EXPERTS, BLOCK)
+        segments = kernels.segments(experts_of, EXPERTS, flow.traits.block)
         rows = kernels.gather_quantized(x, segments.pair, PER_TOKEN)
     else:
         weights, segments, rows = kernels.route_and_permute(logits, x, PER_TOKEN, True)
@@ -183,13 +184,13 @@ def stated_operations(
     kv_cache: str = formats.UNQUANTIZED,
     *,
     rollout: bool = False,
-    mixture: bool = False,
+    mixture: str | None = None,
 ) -> dict[str, int]:
     """A side's statement about ``"shared"`` operations: operation -> sum of its result bits, modulo 2^64; else empty.
 
     Args:
         kv_cache: format of the rollout's cache (``formats.CACHES``). rollout: whether this side is the rollout.
-        mixture: whether the model is a mixture of experts.
+        mixture: format of a mixture's experts; None for a dense model.
     """
     if operations != "shared":
         return {}

@@ -3,7 +3,7 @@
 """The trainer's statement about a sync: what the rollout should have after it, for contract.py to compare.
 
 A sum is 64-bit multilinear: words times odd constants of their positions, modulo 2^64, so a change within one word
-always changes it. Quantized weights have one per 128x128 block, scale included; BF16 tensors one per row and rank of
+always changes it. Quantized weights have one per block, scale included; BF16 tensors one per row and rank of
 the rollout. The manifest has the facts, and the sums of probes that tell kernels apart (operations_probe.py).
 """
 
@@ -21,7 +21,6 @@ from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, odd_constants, row_sums
 from jetrl_verl.models.families.base import Routing
-from jetrl_verl.reference import BLOCK
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.stacks import Name, from_json, names_of, parts_of, to_json
 from jetrl_verl.sync.wire import Kind, Part
@@ -36,7 +35,7 @@ class Summed(NamedTuple):
 
     Attributes:
         format: its number format; ``UNQUANTIZED`` for BF16.
-        shape: of its sums, ``[N/128, K/128]``, or ``[R]`` or ``[R, ranks]`` for BF16.
+        shape: of its sums, of blocks ``[N/block, K/block]``, or ``[R]`` or ``[R, ranks]`` for BF16.
     """
 
     name: Name
@@ -52,7 +51,7 @@ class Manifest:
         scale_rule: rule of the scales. probe: the trainer's ``stated_probe`` (operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty if none is shared.
         routing: fields of :class:`~jetrl_verl.models.families.base.Routing` of a mixture of experts, else None.
-        block: side of a weight block. tied: second name -> first name of tensors that are sent once.
+        tied: second name -> first name of tensors that are sent once.
         weights: in the order of their sums.
     """
 
@@ -60,7 +59,6 @@ class Manifest:
     probe: int | None
     operations: dict[str, int] = field(default_factory=dict)
     routing: dict[str, Any] | None = None
-    block: int = BLOCK
     tied: dict[str, str] = field(default_factory=dict)
     weights: list[Summed] = field(default_factory=list)
 

@@ -68,7 +68,8 @@ def weight_stream(
     """
     statement = None
     if options.contract_check:
-        operations = stated_operations(device, options.operations, options.kv_cache, mixture=routing is not None)
+        mixture = None if routing is None else options.rollout
+        operations = stated_operations(device, options.operations, options.kv_cache, mixture=mixture)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         probe = stated_probe(device, options.rollout, options.scale_rule)

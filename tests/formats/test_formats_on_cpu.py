@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number formats and KV caches: shapes, products, sums, NaN, traits."""
 
+import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from contract_inputs import gaussian
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.formats.format import SCALE_SUFFIX, Format
 from jetrl_verl.reference import BLOCK, QuantizedTensor
+from jetrl_verl.sources import source_files
 
 CPU = torch.device("cpu")
 
@@ -184,3 +187,49 @@ def test_measured_formats_report_zeros_and_subnormals(number_format):
     else:
         with pytest.raises(NotImplementedError):
             number_format.lost(torch.zeros(1, dtype=number_format.dtype))
+
+
+LAYOUT = re.compile(r"1x128|128x1|float8|(?i:e4m3|block_?fp8|channel_?int8)|^BLOCK$|FP8_DTYPE|^(fp8|int8)$")
+"""Names and strings that one format's layout, dtype or object has."""
+
+NAMED = {
+    "tools/doctor/self_check.py": "operands of the kernels that it checks",
+    "tools/memory/terms.py": "the presets",
+}
+"""Files that name one, and what for."""
+
+DEFAULTS = {
+    "config/options.py": "of jetrl.backward",
+    "models/plan.py": "of plan_linears",
+    "tools/demo/policy.py": "the demo's preset",
+    "tools/doctor/asked.py": "the preset that the doctor asks about",
+    "tools/memory/terms.py": "the presets",
+}
+"""Files that name the default format (``FLOW``), and what for."""
+
+
+def words_of(path: Path):
+    """Imported, used and quoted names of a file, without docstrings."""
+    tree = ast.parse(path.read_text())
+    notes = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield f".{node.attr}"
+        elif isinstance(node, ast.alias):
+            yield node.name
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in notes:
+            yield node.value
+
+
+def test_other_packages_ask_the_format():
+    files = {
+        name: set(words_of(path))
+        for name, path in source_files().items()
+        if not name.startswith(("formats/", "reference/", "kernels/", "patches/"))
+    }
+    assert {name for name, words in files.items() if any(map(LAYOUT.search, words))} == set(NAMED)
+    assert {name for name, words in files.items() if words & {"FLOW", ".FLOW"}} == set(DEFAULTS)

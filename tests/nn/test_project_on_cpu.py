@@ -110,9 +110,9 @@ def test_a_weight_gathered_for_backward_is_quantized_and_transposed_at_once(agai
     kept = run(layers(False, "fp8"), True, again)
     made = layers(False, "fp8")
     calls = []
-    both, transpose = fp8.quantize_weight_and_transpose, kernels.transpose_128x128
+    both, transpose = fp8.quantize_weight_and_transpose, fp8.transpose_weight
     monkeypatch.setattr(fp8, "quantize_weight_and_transpose", lambda *call: calls.append("both") or both(*call))
-    monkeypatch.setattr(kernels, "transpose_128x128", lambda q: calls.append("transpose") or transpose(q))
+    monkeypatch.setattr(fp8, "transpose_weight", lambda q: calls.append("transpose") or transpose(q))
     torch.manual_seed(1)
 
     class Gather(torch.autograd.Function):

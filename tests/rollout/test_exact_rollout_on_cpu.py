@@ -79,7 +79,7 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
     routing = stated_routing(model)
-    stated = stated_operations(device, operations, kv_cache, mixture=routing is not None)
+    stated = stated_operations(device, operations, kv_cache, mixture=None if routing is None else "fp8")
     probe = formats.get("fp8").probe(device, RULE)
     return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, operations=stated, routing=routing))
 

@@ -104,10 +104,10 @@ def test_terms_of_an_update_of_a_mixture():
 
 
 def test_terms_of_weights_that_stay_gathered():
-    assert terms.kept_weights(EIGHT, fp8=False) == 2 * EIGHT.parameters
-    assert terms.kept_weights(EIGHT, fp8=True) == 2 * EIGHT.parameters + 2 * EIGHT.quantized
-    assert terms.kept_weights(EIGHT, fp8=True, fp8_backward=False) == 2 * EIGHT.parameters + EIGHT.quantized
-    assert terms.kept_weights(MIXTURE, fp8=True) == 2 * MIXTURE.parameters + MIXTURE.quantized
+    assert terms.kept_weights(EIGHT, "bf16") == 2 * EIGHT.parameters
+    assert terms.kept_weights(EIGHT, "fp8") == 2 * EIGHT.parameters + 2 * EIGHT.quantized
+    assert terms.kept_weights(EIGHT, "fp8", quantized_backward=False) == 2 * EIGHT.parameters + EIGHT.quantized
+    assert terms.kept_weights(MIXTURE, "fp8") == 2 * MIXTURE.parameters + MIXTURE.quantized
 
 
 def test_the_rest_of_the_rollouts_share_is_its_cache():

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from jetrl_verl.formats.catalog import FLOW
+from jetrl_verl.formats.catalog import TRAINED
 
 from ..precision import target_of
 from .row import NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, one_of, other_than
@@ -136,7 +136,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
     "clip_of_bf16": Row(
         "BF16 training",
         "ratios of BF16 training carry no quantization noise",
-        {"jetrl.train": other_than(FLOW, required=True)},
+        {"jetrl.train": other_than(*TRAINED, required=True)},
         scope=CALIBRATED,
         instead="Set precision=jet_fp8, or jetrl.clip=fixed",
     ),

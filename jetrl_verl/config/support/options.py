@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows about the ``jetrl`` node alone: options that contradict each other. ``JetConfig`` reads them."""
 
-from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
+from jetrl_verl.formats.catalog import FORMATS, TRAINED, UNQUANTIZED
 
 from .row import Get, Row, Scope, one_of, other_than
 from .scopes import EXACT, FP8_TRAINING, ROLLOUT_LOG_PROBS, where
@@ -18,7 +18,7 @@ OPTION_ROWS: dict[str, Row] = {
     "rollout_of_fp8_training": Row(
         "an INT8 or BF16 rollout of FP8 training",
         "it would sample from another policy than it trains",
-        {"jetrl.rollout": other_than(FLOW)},
+        {"jetrl.rollout": other_than(*TRAINED)},
         scope=FP8_TRAINING,
     ),
     "scale_rule_of_int8": Row(
@@ -62,7 +62,7 @@ OPTION_ROWS: dict[str, Row] = {
     "backward_without_fp8_training": Row(
         "an option of the FP8 backward without FP8 training",
         "no model trains in FP8",
-        {"jetrl.backward": other_than(FLOW)},
+        {"jetrl.backward": other_than(*TRAINED)},
         scope=Scope(
             "jetrl.train=bf16 and jetrl.critic=bf16", lambda get: _bf16(get, "train", "critic"), "precision=jet_fp8"
         ),
@@ -100,7 +100,7 @@ OPTION_ROWS: dict[str, Row] = {
     "exact_with_layers_left_out": Row(
         "layers left out of FP8",
         "a BF16 linear layer is not shared",
-        {"jetrl.train": other_than(FLOW), "jetrl.unfit_layers": other_than("stop")},
+        {"jetrl.train": other_than(*TRAINED), "jetrl.unfit_layers": other_than("stop")},
         scope=EXACT,
     ),
     "operations_of_a_baseline": Row(

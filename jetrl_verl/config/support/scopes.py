@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from jetrl_verl.formats.catalog import FLOW, QUANTIZED_CACHES
+from jetrl_verl.formats.catalog import QUANTIZED_CACHES, TRAINED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Scope, shown
@@ -60,9 +60,15 @@ AUTO = Scope("")
 EXACT = where("jetrl.precision", "jet_fp8_exact", "precision=jet_fp8", name="precision")
 """What makes the last bits of the two sides differ, and nothing else."""
 
-FP8_TRAINING = where("jetrl.train", FLOW)
-FP8_ROLLOUT = where("jetrl.rollout", FLOW, "precision=bf16")
-FP8_CRITIC = where("jetrl.critic", FLOW, "jetrl.critic=bf16")
+
+def _flow(key: str, leave: str = "") -> Scope:
+    """Jobs with a format that trains as a value of a key."""
+    return Scope(f"{key}={' or '.join(TRAINED)}", lambda get: get(key) in TRAINED, leave)
+
+
+FP8_TRAINING = _flow("jetrl.train")
+FP8_ROLLOUT = _flow("jetrl.rollout", "precision=bf16")
+FP8_CRITIC = _flow("jetrl.critic", "jetrl.critic=bf16")
 FP8_CACHE = where("jetrl.kv_cache", _CACHE.name, "jetrl.kv_cache=bf16")
 
 VARLEN = where(ATTENTION, JETRL_ATTENTION, f"{ATTENTION}=sdpa", name="attn_implementation")

@@ -8,9 +8,10 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl_verl.reference.constants import BLOCK
+from jetrl_verl.formats.catalog import FLOW, FORMATS
 
 PAD, UNKNOWN, TURN_START, TURN_END = "<|endoftext|>", "<|unknown|>", "<|im_start|>", "<|im_end|>"
+_BLOCK = FORMATS[FLOW].block
 SPECIAL_TOKENS = (PAD, UNKNOWN, TURN_START, TURN_END)
 WHOLE_TOKENS = ("user", "assistant", "system", "####")
 CHARACTERS = "\n" + "".join(c for c in string.printable if c.isprintable())
@@ -34,7 +35,7 @@ class PolicyConfig:
     layers: int = 2
     heads: int = 2
     kv_heads: int = 1
-    head_dim: int = BLOCK
+    head_dim: int = _BLOCK
     intermediate_size: int = 512
     max_positions: int = 256
     seed: int = 7
@@ -44,11 +45,11 @@ class PolicyConfig:
     def __post_init__(self):
         for name in ("hidden_size", "head_dim", "intermediate_size"):
             size = getattr(self, name)
-            if size <= 0 or size % BLOCK:
-                raise ValueError(f"{name}={size} is not a multiple of {BLOCK}, the FP8 block; choose a multiple")
+            if size <= 0 or size % _BLOCK:
+                raise ValueError(f"{name}={size} is not a multiple of {_BLOCK}, the FP8 block; choose a multiple")
 
 
-POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=BLOCK, experts=8)}
+POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=_BLOCK, experts=8)}
 """What ``--policy`` names."""
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
-from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED
+from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
 from jetrl_verl.tools.memory.shapes import Model
 
@@ -92,11 +92,13 @@ def gathered(model: Model, shards: int) -> float:
     return BF16 * (2 * model.layer + model.head) if shards > 1 else 0.0
 
 
-def kept_weights(model: Model, fp8: bool, fp8_backward: bool = True) -> float:
-    """Under ``jetrl.gathered=batch``: ``2 P``; in FP8 one byte more for each quantized parameter, and one for the
-    transposed copy that FP8 DGrad reads. Experts keep no transposed copy."""
-    copies = (1 + (fp8_backward and not model.experts)) if fp8 else 0
-    return BF16 * model.parameters + copies * model.quantized
+def kept_weights(model: Model, kind: str, quantized_backward: bool = True) -> float:
+    """Under ``jetrl.gathered=batch``: ``2 P``; in a format the qdata of each quantized parameter, and those of the
+    transposed copy that its DGrad reads. Experts keep no transposed copy. ``kind`` is a value of ``jetrl.train``."""
+    if kind == UNQUANTIZED:
+        return BF16 * model.parameters
+    copies = 1 + (quantized_backward and not model.experts)
+    return BF16 * model.parameters + copies * FORMATS[kind].element_bytes * model.quantized
 
 
 def expert_rows(model: Model, tokens: float) -> float:
@@ -110,9 +112,10 @@ def expert_rows(model: Model, tokens: float) -> float:
 
 
 def rollout_weights(model: Model, kind: str) -> float:
-    """Of a whole replica: ``2 P``, or one byte for each quantized parameter. Scales are under a thousandth; ``kind`` is
+    """Of a whole replica: ``2 P``, or the qdata of each quantized parameter. Scales are under a thousandth; ``kind`` is
     a value of ``jetrl.rollout``."""
-    return BF16 * model.parameters - (0 if kind == UNQUANTIZED else model.quantized)
+    saved = 0 if kind == UNQUANTIZED else BF16 - FORMATS[kind].element_bytes
+    return BF16 * model.parameters - saved * model.quantized
 
 
 def rollout(model: Model, kind: str, share: float, max_seqs: int, batched_tokens: int, tp: int) -> Terms:
@@ -135,11 +138,11 @@ def weight_sync(model: Model, kind: str, tp: int, bucket: float, stock: bool) ->
 
 
 class Precision(NamedTuple):
-    """What memory depends on: format of the rollout, whether the trainer's linears are FP8, shared operations."""
+    """What memory depends on: formats of the rollout's and of the trainer's linears, shared operations."""
 
     name: str
     rollout: str
-    fp8: bool = False
+    train: str = UNQUANTIZED
     shared: bool = False
 
 
@@ -148,7 +151,7 @@ PRECISIONS = (
     Precision("bf16_shared", UNQUANTIZED, shared=True),
     Precision("fp8_rollout", FLOW),
     Precision("int8_rollout", "int8"),
-    Precision("jet_fp8", FLOW, fp8=True, shared=True),
+    Precision("jet_fp8", FLOW, train=FLOW, shared=True),
 )
 """The others hold the same: ``*_tis`` and ``qurl_*`` as their rollout, ``jet_fp8_exact`` as ``jet_fp8``."""
 
@@ -176,7 +179,7 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     stock_verl = precision.name == "bf16"
     kept = 0.0
     if get("jetrl.gathered") == "batch" and not stock_verl:
-        kept = kept_weights(model, precision.fp8, get("jetrl.backward") == FLOW)
+        kept = kept_weights(model, precision.train, get("jetrl.backward") != UNQUANTIZED)
     passes = {"shared": precision.shared and not stock, "kept": kept}
     optimizer = f"{get(f'{ACTOR}.optim.optimizer')}{get(f'{ACTOR}.optim.optimizer_impl')}"
     eight_bit = "8bit" in optimizer.lower()

@@ -37,13 +37,10 @@ class BlockFP8(Format):
     add_rms_norm = staticmethod(kernels.add_rms_norm_quantize_1x128)
     combine_add_rms_norm = staticmethod(kernels.combine_add_rms_norm_quantize_1x128)
     silu_mul = staticmethod(kernels.silu_mul_quantize_1x128)
+    silu_mul_inference = staticmethod(kernels.silu_mul_quantize)
     silu_mul_backward = staticmethod(kernels.silu_mul_backward_quantize)
     weighted_silu_mul_backward = staticmethod(kernels.weighted_silu_mul_backward_quantize)
     experts_wgrad = staticmethod(kernels.grouped_wgrad)
-
-    @staticmethod
-    def silu_mul_inference(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool) -> QuantizedTensor:
-        return kernels.silu_mul_quantize(gate, up, rule, with_product=with_product, with_colwise=False)[0]
 
     def quantize_weight(self, weight: torch.Tensor, rule: str, scales: torch.Tensor | None = None) -> QuantizedWeight:
         if scales is not None:

@@ -87,13 +87,12 @@ def reference_silu_mul_backward(
 
 @implements("silu_mul_quantize", "reference")
 def reference_silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor, QuantizedTensor | None]:
-    """(product or None, its 1x128 qdata, its 128x1 qdata or None)."""
+    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
+) -> tuple[torch.Tensor | None, QuantizedTensor]:
+    """(product or None, its 1x128 qdata)."""
     product = reference_silu_mul(gate, up)
     flat = product.reshape(-1, product.shape[-1])
-    colwise = reference.quantize_128x1(flat, rule) if with_colwise else None
-    return product if with_product else None, reference.quantize_1x128(flat, rule), colwise
+    return product if with_product else None, reference.quantize_1x128(flat, rule)
 
 
 @implements("silu_mul_backward_quantize", "reference")
@@ -108,8 +107,6 @@ def reference_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, u
 _TILE = 1024
 _GROUPS_PER_PROGRAM = 32
 _WARPS = 4
-# Two programs per multiprocessor with eight warps: 86% of a copy's speed; three with four warps: 80%.
-_LAUNCH_BOTH = {"num_warps": 8, "maxnreg": 128}
 # Two programs, with 344 bytes a thread spilled.
 _LAUNCH_BACKWARD = {"num_warps": 8, "maxnreg": 128}
 
@@ -182,39 +179,6 @@ def _silu_mul_quantize_kernel(
 @jit
 def _words(low, high):
     return halves_of(low.to(tl.int16, bitcast=True), high.to(tl.int16, bitcast=True))
-
-
-@jit
-def _product_words(gate, up):
-    """``silu(gate) * up`` for words of two BF16 numbers."""
-    return _words(product_of(low_half(gate), low_half(up)), product_of(high_half(gate), high_half(up)))
-
-
-@jit
-def _silu_mul_quantize_both_kernel(
-    gate_words_ptr, up_words_ptr, y_words_ptr, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr,
-    colwise_scales_ptr,
-    rows, k, words_per_row, stride_gate, stride_up, WITH_Y: tl.constexpr, POW2: tl.constexpr,
-):  # fmt: skip
-    tile_k, tile_row = tl.program_id(0), tl.program_id(1)
-    start, left = tile_row.to(tl.int64) * GROUP, rows - tile_row * GROUP
-    gate_words_ptr += start * stride_gate + tile_k * (GROUP // 2)
-    up_words_ptr += start * stride_up + tile_k * (GROUP // 2)
-    g0, g1, g2, g3 = load_four_rows(gate_words_ptr, stride_gate, left, GROUP // 2, GROUP // 2)
-    u0, u1, u2, u3 = load_four_rows(up_words_ptr, stride_up, left, GROUP // 2, GROUP // 2)
-    y0, y1, y2, y3 = _product_words(g0, u0), _product_words(g1, u1), _product_words(g2, u2), _product_words(g3, u3)
-    if WITH_Y:
-        row, word, stride = 4 * tl.arange(0, GROUP // 4)[:, None], tl.arange(0, GROUP // 2)[None, :], k // 2
-        y_words_ptr += start * stride + tile_k * (GROUP // 2) + (row * stride + word)
-        tl.store(y_words_ptr, y0, mask=row < left)
-        tl.store(y_words_ptr + stride, y1, mask=row + 1 < left)
-        tl.store(y_words_ptr + 2 * stride, y2, mask=row + 2 < left)
-        tl.store(y_words_ptr + 3 * stride, y3, mask=row + 3 < left)
-    store_both(
-        y0, y1, y2, y3, rowwise_pairs_ptr, rowwise_scales_ptr, colwise_qdata_ptr, colwise_scales_ptr, tile_row, tile_k,
-        rows, k,
-        words_per_row, True, POW2,
-    )  # fmt: skip
 
 
 @jit
@@ -305,35 +269,15 @@ def triton_silu_mul_backward(
 
 @implements("silu_mul_quantize", "triton")
 def triton_silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor, QuantizedTensor | None]:
-    """(product or None, its 1x128 qdata, its 128x1 qdata or None)."""
+    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
+) -> tuple[torch.Tensor | None, QuantizedTensor]:
+    """(product or None, its 1x128 qdata)."""
     pow2 = is_pow2(rule)
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, k = gate_rows.shape
     y = torch.empty(count, k, dtype=torch.bfloat16, device=gate.device) if with_product else None
     rowwise = empty_rowwise(count, k, gate.device)
-    colwise, words = empty_colwise(count, k, gate.device) if with_colwise else (None, None)
-    if count and with_colwise:
-        gate_words, up_words = _words_of(gate_rows), _words_of(up_rows)
-        _silu_mul_quantize_both_kernel[(k // BLOCK, ceil_div(count, BLOCK))](
-            gate_words,
-            up_words,
-            y.view(torch.int32) if with_product else gate_words,
-            rowwise.qdata.view(torch.int16),
-            rowwise.scales,
-            words,
-            colwise.scales,
-            count,
-            k,
-            words.shape[1],
-            gate_words.stride(0),
-            up_words.stride(0),
-            WITH_Y=with_product,
-            POW2=pow2,
-            **_LAUNCH_BOTH,
-        )
-    elif count:
+    if count:
         _silu_mul_quantize_kernel[(ceil_div(count * (k // BLOCK), _GROUPS_PER_PROGRAM),)](
             gate_rows,
             up_rows,
@@ -351,7 +295,7 @@ def triton_silu_mul_quantize(
         )
     if with_product and gate.ndim != 2:
         y = y.view(gate.shape)
-    return y, rowwise, colwise
+    return y, rowwise
 
 
 @implements("silu_mul_backward_quantize", "triton")
@@ -432,29 +376,22 @@ def _silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -
     return lookup("silu_mul_backward", gate.device)(dy, gate, up)
 
 
-def _absent(x: torch.Tensor) -> QuantizedTensor:
-    return QuantizedTensor(x.new_empty(0), x.new_empty(0))
-
-
-def _fake_quantize(gate, up, rule, with_product, with_colwise):
-    colwise = fake_colwise(up) if with_colwise else _absent(up)
-    return _fake(gate, up) if with_product else up.new_empty(0), fake_rowwise(up), colwise
+def _fake_quantize(gate, up, rule, with_product):
+    return _fake(gate, up) if with_product else up.new_empty(0), fake_rowwise(up)
 
 
 @operator(
-    "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product, bool with_colwise)"
-    " -> (Tensor, Quantized, Quantized)",
+    "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product) -> (Tensor, Quantized)",
     fake=_fake_quantize,
-    probe=lambda inputs: silu_mul_quantize(inputs.x, inputs.residual, "fp32", with_product=False, with_colwise=False),
+    probe=lambda inputs: silu_mul_quantize(inputs.x, inputs.residual, "fp32", with_product=False),
 )
 def _silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool, with_colwise: bool
-) -> tuple[torch.Tensor, QuantizedTensor, QuantizedTensor]:
-    """product, its 1x128 qdata, its 128x1 qdata; what is not requested is empty."""
+    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
+) -> tuple[torch.Tensor, QuantizedTensor]:
+    """product, empty if it is not requested, and its 1x128 qdata."""
     require_shape("silu_mul_quantize", "up", up, gate.shape)
-    run = lookup("silu_mul_quantize", gate.device)
-    product, rowwise, colwise = run(gate, up, rule, with_product, with_colwise)
-    return product if with_product else up.new_empty(0), rowwise, colwise if with_colwise else _absent(up)
+    product, rowwise = lookup("silu_mul_quantize", gate.device)(gate, up, rule, with_product)
+    return product if with_product else up.new_empty(0), rowwise
 
 
 @operator(
@@ -480,7 +417,7 @@ class _SiLUMul(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         if rule is None:
             return _silu_mul(gate, up)
-        product, (qdata, scales), _ = _silu_mul_quantize(gate, up, rule, True, False)
+        product, (qdata, scales) = _silu_mul_quantize(gate, up, rule, True)
         ctx.mark_non_differentiable(qdata, scales)
         ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
         return product, qdata, scales
@@ -529,33 +466,29 @@ def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> 
     if torch.is_grad_enabled():
         product, qdata, scales = _SiLUMul.apply(gate, up, rule)
     else:
-        product, rowwise, _ = _silu_mul_quantize(gate, up, rule, True, False)
+        product, rowwise = _silu_mul_quantize(gate, up, rule, True)
         qdata, scales = rowwise.qdata, rowwise.scales
     return QuantizedTensor(qdata, scales, product)
 
 
-def silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool, with_colwise: bool
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool) -> QuantizedTensor:
     """FP8 data of ``silu(gate) * up`` rounded to BF16, without a gradient.
 
     Args:
         gate, up: ``[..., I]`` BF16, possibly halves of one tensor, I a multiple of 128.
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
-        with_product: whether to return the product in BF16 too. with_colwise: whether to return colwise qdata too.
+        with_product: whether to return the product in BF16 too.
 
     Returns:
-        (``kernels.quantize_1x128`` of the product as ``[M, I]``, ``source`` the product ``[..., I]`` BF16 or None;
-        ``kernels.quantize_128x1`` of it or None).
+        ``kernels.quantize_1x128`` of the product as ``[M, I]``, ``source`` the product ``[..., I]`` BF16 or None.
 
     Raises:
         TypeError: an operand is not BF16. ValueError: I is not a multiple of 128, an unknown rule.
     """
     require_bf16("silu_mul_quantize", gate=gate, up=up)
     require_groups("silu_mul_quantize", up)
-    product, rowwise, colwise = _silu_mul_quantize(gate, up, rule, with_product, with_colwise)
-    rowwise = QuantizedTensor(rowwise.qdata, rowwise.scales, product if with_product else None)
-    return rowwise, colwise if with_colwise else None
+    product, rowwise = _silu_mul_quantize(gate, up, rule, with_product)
+    return QuantizedTensor(rowwise.qdata, rowwise.scales, product if with_product else None)
 
 
 def silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:

@@ -103,7 +103,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "rms_norm_backward": (dy, *of_norm, rstd),
         "silu_mul": (gate, up),
         "silu_mul_backward": (dy, gate, up),
-        "silu_mul_quantize": (gate, up, "fp32", True, True),
+        "silu_mul_quantize": (gate, up, "fp32", True),
         "silu_mul_backward_quantize": (dy, gate, up, "fp32"),
         "norm_rotary": (q, key, *of_heads),
         "norm_rotary_write": (*to_cache, bf16_cache[0], bf16_cache[1], slots),

@@ -80,7 +80,7 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
             kernels.combine_add_rms_norm_quantize_1x128, *behind, weight, EPS, rule, with_normed=True
         ),
         "silu_mul_quantize_1x128": partial(silu_mul_quantize_1x128, gate, up, rule),
-        "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False, with_colwise=True),
+        "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False),
         "silu_mul_backward_quantize": partial(silu_mul_backward_quantize, x, gate, up, rule),
     }[name]
 
@@ -113,7 +113,7 @@ def test_fake_implementations_match_the_real_ones():
     for name, arguments in (
         ("rms_norm_quantize_1x128", (x, weight, EPS, "fp32")),
         ("add_rms_norm_quantize_1x128", (x, x, weight, EPS, "fp32", False)),
-        ("silu_mul_quantize", (x, x, "fp32", True, True)),
+        ("silu_mul_quantize", (x, x, "fp32", True)),
         ("silu_mul_backward_quantize", (x, x, x, "fp32")),
         ("fprop_quantized", (*kernels.quantize_1x128(x, "fp32"), *kernels.quantize_128x128(x, "fp32"), None)),
         ("rms_norm", (torch.cat([x, x], dim=1).unflatten(1, (6, 128))[:, 1:4], weight[:128], EPS)),
@@ -135,7 +135,7 @@ def test_linears_of_qdata_match_linears_that_quantize(m, rule):
     def qdata_between(x, residual):
         qdata, total = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=False)
         gate, up = fprop_quantized(qdata, gate_up.qdata, gate_up.scales, None, static_weight=True).chunk(2, dim=-1)
-        qdata, _ = silu_mul_quantize(gate, up, rule, with_product=False, with_colwise=False)
+        qdata = silu_mul_quantize(gate, up, rule, with_product=False)
         return fprop_quantized(qdata, down.qdata, down.scales, bias, static_weight=True), total
 
     normed, total = kernels.add_rms_norm(x, residual, weight, EPS)

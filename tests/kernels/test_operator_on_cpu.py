@@ -143,7 +143,7 @@ def test_torch_compile_passes_quantized_tensors_through_operators():
     def layer(x):
         rows, total = kernels.add_rms_norm_quantize_1x128(x, x, WEIGHT, 1e-6, "fp32", with_normed=False)
         hidden = kernels.fprop_quantized(rows, weight.qdata, weight.scales, None, static_weight=True)
-        product, _ = kernels.silu_mul_quantize(*hidden.chunk(2, -1), "fp32", with_product=False, with_colwise=False)
+        product = kernels.silu_mul_quantize(*hidden.chunk(2, -1), "fp32", with_product=False)
         logits = kernels.gemm_nt(product, weight, out_dtype=torch.float32)[:, :4]
         weights, segments, permuted = kernels.route_and_permute(logits, product, 2, True)
         return kernels.grouped_gemm_nt(permuted, experts, segments.start), weights, total

@@ -80,15 +80,9 @@ def test_activation_and_its_gradient(rule):
     gate, up = normal(2, 65, 512).chunk(2, dim=-1)
     expected = kernels.silu_mul(gate, up)
     for with_product in (True, False):
-        for with_colwise in (True, False):
-            options = dict(with_product=with_product, with_colwise=with_colwise)
-            rowwise, colwise = silu_mul_quantize(gate, up, rule, **options)
-            assert torch.equal(rowwise.source, expected) if with_product else rowwise.source is None
-            assert_qdata_of(rowwise, expected, rule)
-            if with_colwise:
-                assert_qdata_of(colwise, expected, rule, reference.quantize_128x1)
-            else:
-                assert colwise is None
+        rowwise = silu_mul_quantize(gate, up, rule, with_product=with_product)
+        assert torch.equal(rowwise.source, expected) if with_product else rowwise.source is None
+        assert_qdata_of(rowwise, expected, rule)
     dy, operands = normal(*SHAPE), [gate.clone().requires_grad_(), up.clone().requires_grad_()]
     kernels.silu_mul(*operands).backward(dy)
     quantized = silu_mul_backward_quantize(dy, gate, up, rule)

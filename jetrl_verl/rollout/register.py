@@ -10,6 +10,8 @@ import sys
 import traceback
 from typing import Any
 
+import torch
+
 
 def register() -> None:
     """Register the quantization methods' names and, on the opt-in CPU platform, the patches that BF16 training needs.
@@ -18,6 +20,8 @@ def register() -> None:
     of the methods then stops at its unknown name.
     """
     try:
+        # vLLM's attention on a CPU runs AMX instructions, and nothing but oneDNN's first product asks Linux for them.
+        torch.cpu._init_amx()
         _announce_methods()
         if os.environ.get("VERL_PLATFORM") == "cpu":
             from jetrl_verl.patches import fork_on_cpu, reloadable_weights_on_cpu

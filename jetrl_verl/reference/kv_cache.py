@@ -82,6 +82,11 @@ def cache_shape(pages: int, block_size: int, kv_heads: int) -> tuple[int, int, i
     return pages, kv_heads, block_size // UNIT_TOKENS, UNIT_BYTES
 
 
+def cache_units(kv_cache: torch.Tensor) -> torch.Tensor:
+    """A cache of :func:`cache_shape` as a view of ``[pages, kv_heads, block size, 258]``, or of what has that shape."""
+    return kv_cache.view(*kv_cache.shape[:2], -1, UNIT_BYTES)
+
+
 def _parts(cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Views of units ``[..., 4128]``: keys and values by place ``[..., 128, 16]``, both scales ``[..., 16]``."""
     keys, *scales, values = cache.split([_MATRIX, UNIT_TOKENS, UNIT_TOKENS, _MATRIX], dim=-1)

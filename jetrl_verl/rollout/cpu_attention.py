@@ -12,7 +12,7 @@ import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.reference import cache_shape
-from jetrl_verl.reference.kv_cache import HEAD_DIM
+from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_TOKENS, cache_units
 from jetrl_verl.rollout import vllm_compat as vllm
 
 
@@ -45,6 +45,8 @@ class SharedCPUAttention(_PagedAttention):
 
 class SharedCPUAttentionBackend(vllm.CPUAttentionBackend):
     get_impl_cls = staticmethod(lambda: SharedCPUAttention)
+    # vLLM 0.29's own kernel needs 32.
+    get_supported_kernel_block_sizes = staticmethod(lambda: [vllm.MultipleOf(UNIT_TOKENS)])
 
 
 def _split(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,13 +63,13 @@ class FP8CPUAttention(_PagedAttention):
     """``kernels.paged_attention_fp8`` on pages of FP8 data."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        kernels.write_kv(key, value, kv_cache, slot_mapping)
+        kernels.write_kv(key, value, cache_units(kv_cache), slot_mapping)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return kernels.norm_rotary_write_fp8(*heads, kv_cache, slot_mapping)
+        return kernels.norm_rotary_write_fp8(*heads, cache_units(kv_cache), slot_mapping)
 
     def _attend(self, query: torch.Tensor, kv_cache: torch.Tensor, *batch) -> torch.Tensor:
-        return kernels.paged_attention_fp8(query, kv_cache, *batch)
+        return kernels.paged_attention_fp8(query, cache_units(kv_cache), *batch)
 
 
 class FP8CPUAttentionMetadataBuilder(vllm.CPUAttentionMetadataBuilder):
@@ -79,6 +81,7 @@ class FP8CPUAttentionMetadataBuilder(vllm.CPUAttentionMetadataBuilder):
 
 class FP8CPUAttentionBackend(vllm.CPUAttentionBackend):
     get_impl_cls = staticmethod(lambda: FP8CPUAttention)
+    get_supported_kernel_block_sizes = SharedCPUAttentionBackend.get_supported_kernel_block_sizes
     get_builder_cls = staticmethod(lambda: FP8CPUAttentionMetadataBuilder)
 
     @staticmethod

@@ -13,6 +13,7 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.kernels import native as kernels_native
 from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference.kv_cache import cache_units
 from jetrl_verl.rollout import vllm_compat as vllm
 
 _stock = vllm.flash_attention()
@@ -95,10 +96,10 @@ class FP8FlashAttention(_stock.FlashAttentionImpl):
     """Our decode kernel on FP8 pages; FlashAttention 3 on dequantized tokens for prompts and chunks."""
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
-        kernels.write_kv(key, value, kv_cache, slot_mapping)
+        kernels.write_kv(key, value, cache_units(kv_cache), slot_mapping)
 
     def norm_rotary_write(self, heads: tuple, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> torch.Tensor:
-        return kernels.norm_rotary_write_fp8(*heads, kv_cache, slot_mapping)
+        return kernels.norm_rotary_write_fp8(*heads, cache_units(kv_cache), slot_mapping)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
@@ -110,7 +111,7 @@ class FP8FlashAttention(_stock.FlashAttentionImpl):
             )
         if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
-        split = attn_metadata.jetrl_split
+        split, kv_cache = attn_metadata.jetrl_split, cache_units(kv_cache)
         lengths, table = attn_metadata.seq_lens, attn_metadata.block_table
         if split.decodes:
             rows = slice(0, split.decodes)
@@ -210,3 +211,5 @@ class FP8FlashAttentionBackend(_stock.FlashAttentionBackend):
         if include_num_layers_dimension:
             raise NotImplementedError  # tells vLLM that layers are not interleaved
         return (0, 1, 2, 3)
+
+    supported_kv_cache_layouts = staticmethod(lambda: vllm.head_by_head_layouts())

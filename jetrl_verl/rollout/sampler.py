@@ -200,6 +200,7 @@ class SharedSamplerV2(_SharedSampling, vllm.SamplerV2):
         rows, states = step.idx_mapping_np, self.sampling_states
         return (
             not self.compute_nans
+            and not vllm.replays_or_returns_masks(self)
             and len(rows) == len(logits)
             and states.max_num_logprobs(rows) in (vllm.NO_LOGPROBS, 0)
             and not self.logprob_token_ids_state.max_num_token_ids(rows)
@@ -211,7 +212,8 @@ class SharedSamplerV2(_SharedSampling, vllm.SamplerV2):
         states: vllm.SamplingStates = self.sampling_states
         cut = (states.top_p.np != 1) | (states.top_k.np != states.vocab_size) | (states.min_p.np != 0)
         moved = self.penalties_state.use_penalty | self.logit_bias_state.use_logit_bias
-        altered: np.ndarray = cut | moved | (self.bad_words_state.num_bad_words.np != 0)
+        others = (self.bad_words_state.num_bad_words.np != 0) | vllm.thinking_budgets(self)
+        altered: np.ndarray = cut | moved | others
         if not altered[step.idx_mapping_np].any():
             return None
         return torch.from_numpy(altered).to(logits.device)[step.expanded_idx_mapping]

@@ -115,12 +115,15 @@ class SharedLogitsProcessor(vllm.LogitsProcessor):
             if wrong:
                 refuse(row, what=_MODEL, why=f"the shared operations do not cover {what}")
 
-    def _get_logits(self, hidden_states, lm_head, embedding_bias):
-        """``[N, V]`` FP32 without padding; None on a rank that vLLM does not gather on.
+    def _get_logits(self, hidden_states, lm_head, embedding_bias, skip_gather=False):
+        """``[N, V]`` FP32 without padding; None on a rank that vLLM does not gather on; a rank's columns if asked to.
 
         A column is one dot product on any rank, so tensor parallelism does not change bits.
         """
-        logits = self._gather_logits(kernels.logits(hidden_states, lm_head.weight))
+        logits = kernels.logits(hidden_states, lm_head.weight)
+        if skip_gather:
+            return logits
+        logits = self._gather_logits(logits)
         return None if logits is None else logits[..., : self.org_vocab_size]
 
 

@@ -6,11 +6,12 @@
 A name is vLLM's own unless versions differ in what it means; then it is ours. Free everywhere are ``vllm.LLM``,
 ``vllm.SamplingParams``, and the registration of plugins and quantization methods. The wheel's compiled kernels are in
 kernels/vllm_kernels.py. An engine's parent process imports this module: what touches a device or changes torch when it
-is imported comes from a function.
+is imported comes from a function. Supported are vLLM 0.24 and 0.29.
 """
 
 from types import ModuleType
 
+import numpy as np
 import torch
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
@@ -49,7 +50,7 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -69,6 +70,16 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput as SamplerOutputV2
 from vllm.v1.worker.gpu.sample.sampler import Sampler as SamplerV2
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS, SamplingStates
 
+REACHES = (
+    "vllm.v1.kv_cache_layout:KVCacheLayout.LBHNC",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.return_sampling_mask",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.thinking_budget_state",
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.trace_replay_state",
+    "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState.enabled",
+    "vllm.v1.worker.gpu.sample.thinking_budget:ThinkingBudgetState.use_thinking_budget",
+)
+"""What this file uses of vLLM through values; scripts/reach.py watches it."""
+
 
 def platform_worker() -> type:
     """vLLM's worker class of this platform."""
@@ -87,12 +98,36 @@ def flash_attention() -> ModuleType:
 
 
 def flash_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Keys and values ``[blocks, block size, Hkv, D]`` of a BF16 cache of that backend."""
-    return kv_cache.unbind(1)
+    """Keys and values ``[blocks, block size, Hkv, D]`` of a BF16 cache of that backend.
+
+    vLLM 0.24: ``[blocks, 2, block size, Hkv, D]``; 0.29: ``[blocks, Hkv, block size, 2 D]``.
+    """
+    return kv_cache.unbind(1) if kv_cache.dim() == 5 else kv_cache.transpose(1, 2).chunk(2, dim=-1)
 
 
 def cpu_experts() -> ModuleType:
     """The module whose ``select_experts`` chooses a mixture's experts on a CPU."""
-    from vllm.model_executor.layers.fused_moe import cpu_fused_moe
+    try:
+        from vllm.model_executor.layers.fused_moe import cpu_fused_moe as module  # vLLM 0.24
+    except ImportError:
+        from vllm.model_executor.layers.fused_moe.experts import cpu_moe as module
+    return module
 
-    return cpu_fused_moe
+
+def head_by_head_layouts() -> tuple:
+    """Layouts of a cache whose pages hold one head after another, for vLLM 0.29, which asks a backend for them."""
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    return (KVCacheLayout.LBHNC,)
+
+
+def thinking_budgets(sampler: SamplerV2) -> np.ndarray | bool:
+    """Boolean ``[max_num_reqs]``: requests whose thinking the second runner's sampler limits; vLLM 0.24's cannot."""
+    state = getattr(sampler, "thinking_budget_state", None)
+    return state is not None and state.enabled and state.use_thinking_budget
+
+
+def replays_or_returns_masks(sampler: SamplerV2) -> bool:
+    """Whether the second runner's sampler repeats given tokens or returns masks of tokens; vLLM 0.24's cannot."""
+    replays = getattr(sampler, "trace_replay_state", None) is not None
+    return replays or getattr(sampler, "return_sampling_mask", False)

@@ -156,17 +156,22 @@ def scripted_server(core: ScriptedCore, tokenizer: PreTrainedTokenizerFast, **co
     engine = object.__new__(AsyncLLM)
     engine.vllm_config = SimpleNamespace(cache_config=SimpleNamespace(kv_sharing_fast_prefill=False))
     engine.model_config = SimpleNamespace(is_encoder_decoder=False)
+    engine.scheduler_config = SimpleNamespace(max_num_queued_reqs=None, max_num_queued_tokens=None)
     engine.engine_core, engine.output_handler = core, None
     engine.output_processor = OutputProcessor(tokenizer, log_stats=False)
     engine.input_processor = SimpleNamespace(
-        process_inputs=_process_inputs, assign_request_id=InputProcessor.assign_request_id
+        process_inputs=_process_inputs,
+        process_inputs_async=_process_inputs_async,
+        assign_request_id=InputProcessor.assign_request_id,
     )
     engine.log_requests = engine.log_stats = False
     engine.logger_manager = None
 
     async def nothing() -> None: ...
 
-    engine.renderer = SimpleNamespace(clear_mm_cache_async=nothing, stat_mm_cache=nothing, shutdown=lambda: None)
+    engine.renderer = SimpleNamespace(
+        clear_mm_cache_async=nothing, stat_mm_cache=nothing, mm_processor_cache=None, shutdown=lambda: None
+    )
     engine._supported_tasks = ("generate",)
     server = object.__new__(vLLMHttpServer)
     server.engine = engine
@@ -185,6 +190,11 @@ def scripted_server(core: ScriptedCore, tokenizer: PreTrainedTokenizerFast, **co
 class _Config(SimpleNamespace):
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name, default)
+
+
+async def _process_inputs_async(*args: Any, **kwargs: Any) -> Any:
+    """As vLLM 0.29 asks."""
+    return _process_inputs(*args, **kwargs)
 
 
 def _process_inputs(request_id: str, prompt: Any, params: Any, **_: Any) -> Any:

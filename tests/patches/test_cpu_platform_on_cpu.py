@@ -72,10 +72,16 @@ def test_a_bf16_weight_stays_reloadable_by_a_weight_sync(monkeypatch, on_cpu_pla
         assert layer.weight is weight and weight.shape == (64, 64)
 
 
+OLD_EXPERTS = pytest.mark.skipif(not reloadable_weights_on_cpu.KEEP_EXPERTS.applies, reason="of vLLM 0.24")
+NEW_EXPERTS = pytest.mark.skipif(not reloadable_weights_on_cpu.PACK_AT_CALL.applies, reason="of vLLM 0.29")
+
+
 @pytest.fixture
 def bf16_experts(monkeypatch):
     """As on a processor with AMX, where vLLM packs experts."""
-    reloadable_weights_on_cpu.KEEP_EXPERTS.apply()
+    for patch in reloadable_weights_on_cpu.PATCHES:
+        patch.apply()
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     monkeypatch.setattr(torch.ops._C, "prepack_moe_weight", object(), raising=False)
     layer = torch.nn.Module()
@@ -84,11 +90,11 @@ def bf16_experts(monkeypatch):
     return layer
 
 
-def test_bf16_experts_stay_reloadable_by_a_weight_sync(monkeypatch, bf16_experts):
+@OLD_EXPERTS
+def test_bf16_experts_stay_reloadable_by_a_weight_sync(bf16_experts):
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     weight, x = bf16_experts.w13_weight, torch.randn(3, 64).bfloat16()
     weight.weight_loader = loader = object()
     moe = CPUFusedMOE(bf16_experts)
@@ -101,12 +107,57 @@ def test_bf16_experts_stay_reloadable_by_a_weight_sync(monkeypatch, bf16_experts
     assert not torch.equal(after, before)
 
 
-@pytest.mark.parametrize(("platform", "packs"), [("cpu", (False, "none")), (None, (True, "amx"))])
+@OLD_EXPERTS
+@pytest.mark.parametrize(("platform", "packs"), [("cpu", (False, "none")), ("nvidia", (True, "amx"))])
 def test_bf16_experts_are_packed_except_on_the_cpu_platform(monkeypatch, bf16_experts, platform, packs):
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
 
-    monkeypatch.setenv("VERL_PLATFORM", platform) if platform else monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setenv("VERL_PLATFORM", platform)
     assert CPUFusedMOE.check_grouped_gemm(CPUFusedMOE.__new__(CPUFusedMOE), bf16_experts) == packs
+
+
+@NEW_EXPERTS
+@pytest.mark.parametrize("platform", ["cpu", "nvidia"])
+def test_bf16_experts_keep_their_parameters_on_the_cpu_platform(monkeypatch, bf16_experts, platform):
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    def pack(method, layer, w13, w2):
+        layer.w13_weight = torch.nn.Parameter(w13 + 1, requires_grad=False)
+
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    monkeypatch.setattr(UnquantizedFusedMoEMethod, "_setup_kernel", pack)
+    method, weight = UnquantizedFusedMoEMethod.__new__(UnquantizedFusedMoEMethod), bf16_experts.w13_weight
+    method.unquantized_backend = None
+    method.process_weights_after_loading(bf16_experts)
+    assert (bf16_experts.w13_weight is weight) == (platform == "cpu")
+
+
+@NEW_EXPERTS
+@pytest.mark.parametrize("inner", [64, 48], ids=["aligned", "padded by vLLM"])
+def test_bf16_experts_multiply_with_their_parameters(monkeypatch, inner):
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    reloadable_weights_on_cpu.PACK_AT_CALL.apply()
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    experts = CPUUnquantizedExperts.__new__(CPUUnquantizedExperts)
+    experts.quant_config = FusedMoEQuantConfig.make()
+    experts.moe_config = SimpleNamespace(
+        intermediate_size_per_partition=inner, activation=MoEActivation.SILU, experts_per_token=1
+    )
+    vars(experts).update(use_grouped_topk=False, renormalize=True, scoring_func="softmax")
+    vars(experts).update(custom_routing_function=None, _use_zentorch=False)
+    gate_up, down = torch.randn(4, 2 * inner, 64).bfloat16() / 8, torch.randn(4, 64, inner).bfloat16() / 8
+    x, logits = torch.randn(3, 64).bfloat16(), torch.tensor([[0.0, 0.0, 9.0, 0.0]] * 3)
+    for _ in range(2):
+        y = experts.apply(x, gate_up, down, logits, MoEActivation.SILU, 4, None, None, False)
+        gate, up = (x @ gate_up[2].T).float().chunk(2, dim=-1)
+        expected = (torch.nn.functional.silu(gate) * up) @ down[2].float().T
+        torch.testing.assert_close(y.float(), expected, atol=0.05, rtol=0.05)
+        gate_up.mul_(2)  # as a weight sync writes
 
 
 @pytest.mark.parametrize(("platform", "method"), [("cpu", "fork"), ("nvidia", "spawn")])

@@ -22,6 +22,7 @@ from vllm_engine import sync
 from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference.kv_cache import cache_units
 from jetrl_verl.rollout import cpu_attention
 from jetrl_verl.sync.statement import ContractViolation
 
@@ -80,7 +81,7 @@ def test_cache_pages_are_bytes_of_half_the_bf16_size(rollout):
     runner = rollout.worker.model_runner
     kv_heads = runner.model_config.get_num_kv_heads(runner.parallel_config)
     for cache in runner.kv_caches:
-        assert cache.dtype == torch.uint8 and cache.shape == cache_shape(PAGES, BLOCK_SIZE, kv_heads)
+        assert cache.dtype == torch.uint8 and cache_units(cache).shape == cache_shape(PAGES, BLOCK_SIZE, kv_heads)
     spec = next(iter(runner.get_kv_cache_spec().values()))
     assert spec.page_size_bytes == 2 * BLOCK_SIZE * kv_heads * 129
     of_bf16 = 2 * BLOCK_SIZE * kv_heads * 128 * 2

@@ -6,6 +6,7 @@ Both ranks run in this process with vLLM's own ``lm_head``; the gather is simula
 import pytest
 import torch
 from tiny_models import tiny_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import logits_processor, vocab_parallel_embedding
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -23,7 +24,8 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 @pytest.fixture
 def processor():
     """vLLM's logits processor, replaced by the shared one as in a model."""
-    layer = LogitsProcessor(VOCABULARY)
+    with set_current_vllm_config(VllmConfig()):
+        layer = LogitsProcessor(VOCABULARY)
     layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
     model = torch.nn.ModuleDict({"model": layers, "logits_processor": layer})
     shared_operations.share_operations(model, tiny_config("llama"))
@@ -34,7 +36,8 @@ def processor():
 def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> ParallelLMHead:
     monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_rank", lambda: rank)
     monkeypatch.setattr(vocab_parallel_embedding, "get_tensor_model_parallel_world_size", lambda: ranks)
-    head = ParallelLMHead(len(weight), weight.shape[1], params_dtype=torch.bfloat16)
+    with set_current_vllm_config(VllmConfig()):
+        head = ParallelLMHead(len(weight), weight.shape[1], params_dtype=torch.bfloat16)
     head.weight_loader(head.weight, weight)
     return head
 

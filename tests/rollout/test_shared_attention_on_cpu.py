@@ -21,7 +21,9 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.kernels import native
+from jetrl_verl.patches.patch import installed_release
 from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference.kv_cache import cache_units
 from jetrl_verl.rollout import cpu_attention, flash_attention
 from jetrl_verl.rollout.attention import share_attention
 from jetrl_verl.rollout.flash_attention import Split, split_batch
@@ -68,7 +70,8 @@ def test_a_layer_gets_the_shared_backend_and_implementation(stock, shared, impl)
     assert built.get_attn_backend() is shared and built.impl is stock_impl and type(stock_impl) is impl
     # vLLM asks both backends, so their answers must agree.
     assert shared.get_name() == stock.get_name()
-    assert shared.get_required_kv_cache_layout() == stock.get_required_kv_cache_layout()
+    for layouts in ("get_required_kv_cache_layout", "supported_kv_cache_layouts"):  # vLLM 0.24, 0.29
+        assert not hasattr(stock, layouts) or getattr(shared, layouts)() == getattr(stock, layouts)()
     assert shared.full_cls_name() == (shared.__module__, shared.__name__)
     assert not registry._ATTN_OVERRIDES
 
@@ -125,6 +128,8 @@ def builder(backend=flash_attention.SharedFlashAttentionBackend, **changes) -> F
         use_full_cuda_graph=True,
         max_cudagraph_size=512,
         scheduler_metadata=torch.zeros(1 + 512 * 4, dtype=torch.int32),
+        rswa_window=None,
+        mm_prefix_query_ranges_np=None,
     )
     vars(built).update(plain | changes)
     return built
@@ -225,10 +230,12 @@ def test_builders_use_one_split_and_no_cascade_attention(monkeypatch):
         ({"jetrl_decodes": False}, False),
         ({"output_scale": torch.ones(1)}, False),
         ({"output_block_scale": torch.ones(1)}, False),
+        ({"cache": torch.zeros(3, 2, 16, 256)}, True),
     ],
 )
 def test_the_native_kernel_computes_batches_of_decodes(monkeypatch, changes, is_native):
-    """Also with requests of length 0, a graph's padding; vLLM's FlashAttention computes other batches."""
+    """Also with requests of length 0, a graph's padding, and vLLM 0.29's form of the cache; vLLM's FlashAttention
+    computes other batches."""
     calls = []
     monkeypatch.setattr(FlashAttentionImpl, "forward", lambda self, *call: calls.append(("vLLM", call)) or call[6])
     monkeypatch.setattr(kernels, "decode_attention_bf16", lambda *call: calls.append(("native", call)))
@@ -240,7 +247,8 @@ def test_the_native_kernel_computes_batches_of_decodes(monkeypatch, changes, is_
     )
     impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
     impl.scale = 0.5
-    query, output, cache = torch.ones(6, 4, 128), torch.zeros(6, 4, 128), torch.zeros(3, 2, 16, 2, 128)
+    query, output = torch.ones(6, 4, 128), torch.zeros(6, 4, 128)
+    cache = changes.get("cache", torch.zeros(3, 2, 16, 2, 128))
     call = (None, query, None, None, cache, metadata, output)
     assert impl.forward(*call, changes.get("output_scale"), changes.get("output_block_scale")) is output
     ((kernel, seen),) = calls
@@ -296,9 +304,16 @@ def test_a_layer_with_an_fp8_cache_has_a_spec_in_bytes(stock, shared, impl):
     share_attention(built, formats.kv_cache("fp8"))
     assert built.get_attn_backend() is shared and type(built.impl) is impl and shared.get_name() == stock.get_name()
     spec = built.get_kv_cache_spec(SimpleNamespace(cache_config=SimpleNamespace(block_size=32)))
-    shape = shared.get_kv_cache_shape(7, 32, spec.num_kv_heads, spec.head_size)
-    assert shape == cache_shape(7, 32, 2) and spec.page_size_bytes == shape[1] * shape[2] * shape[3] == 2 * 32 * 2 * 129
-    assert shared.get_kv_cache_block_dim(32, 2, spec.head_size) == 0
+    assert spec.page_size_bytes == 2 * 32 * 2 * 129
+    if installed_release("vllm") == "0.24.0":
+        assert shared.get_kv_cache_shape(7, 32, spec.num_kv_heads, spec.head_size) == cache_shape(7, 32, 2)
+        assert shared.get_kv_cache_block_dim(32, 2, spec.head_size) == 0
+    else:
+        from vllm.v1.kv_cache_interface import compute_layer_kv_cache_shape_bytes
+
+        assert [layout.name for layout in shared.supported_kv_cache_layouts()] == ["LBHNC"]
+        pages = torch.zeros(compute_layer_kv_cache_shape_bytes(spec, 7), dtype=torch.uint8)
+        assert cache_units(pages).shape == cache_shape(7, 32, 2)
 
 
 @pytest.mark.parametrize(

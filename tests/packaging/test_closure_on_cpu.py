@@ -29,7 +29,7 @@ def closure(package: Path, roots: Iterable[str]) -> set[str]:
     """Modules of ``package`` that the roots import, directly or not, also inside functions and by name.
 
     ``import_module(f"{package}.{name}")`` reaches the modules there whose name is a string in a file that is reached;
-    in a file with ``iter_modules`` it reaches all of them.
+    in a file that lists a folder, by ``iter_modules`` or ``glob``, it reaches all of them.
 
     Args:
         package: folder of ``jetrl_verl``. roots: names below the package, of modules or of something in them.
@@ -50,10 +50,10 @@ def closure(package: Path, roots: Iterable[str]) -> set[str]:
         full = [NAME, *filter(None, inside.split("."))]
         names = {*names_in(tree, full), *imported_below_itself(tree, ".".join(full))}
         own = {imported.removeprefix(f"{NAME}.") for imported in names if imported.startswith(f"{NAME}.")}
-        listed = any(isinstance(node, ast.Name) and node.id == "iter_modules" for node in ast.walk(tree))
+        listing = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)} & {"iter_modules", "glob"}
         prefixes = {imported.removesuffix("*") for imported in own if imported.endswith("*")}
         todo += [imported for imported in own if not imported.endswith("*")]
-        todo += [module for module in modules for prefix in prefixes if listed and module.startswith(prefix)]
+        todo += [module for module in modules for prefix in prefixes if listing and module.startswith(prefix)]
         by_prefix |= prefixes
         strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
         todo += [

@@ -283,7 +283,7 @@ def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch)
     """A prompt of one token, a prompt of 49 with 48 cached, a decode step, and padding."""
     from vllm.v1.attention.backends import flash_attn as vllm_flash_attn
 
-    from jetrl_verl.rollout import flash_attention
+    from jetrl_verl.rollout import flash_attention, vllm_compat
 
     monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
     monkeypatch.setattr(vllm_flash_attn.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
@@ -304,7 +304,7 @@ def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch)
         first += length
 
     starts = torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32)
-    batch = flash_attention.CommonAttentionMetadata(
+    batch = vllm_compat.CommonAttentionMetadata(
         query_start_loc=starts,
         query_start_loc_cpu=starts,
         seq_lens=torch.tensor([*lengths, 0], dtype=torch.int32),

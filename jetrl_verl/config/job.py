@@ -53,7 +53,8 @@ class Job:
         """
         if isinstance(node, Job):
             return node
-        if node is None or "job" not in node:
+        # If each process decided on `auto`, the two sides could differ.
+        if node is None or "job" not in node or node["operations"] not in ("stock", "shared"):
             refuse("class_without_options", what="a jetrl node that is absent or was not resolved")
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
         return cls(options, **(dict(node["job"]) | {"versions": dict(node["job"]["versions"])}))

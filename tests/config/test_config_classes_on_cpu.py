@@ -140,9 +140,10 @@ def test_config_classes_need_options():
         JetFSDPEngineConfig()
     with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
         JetRolloutConfig(name="vllm")
-    unresolved = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8", "operations": "auto"}
-    with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
-        JetFSDPEngineConfig(jetrl=unresolved)
+    edited = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8")).as_dict() | {"operations": "auto"}
+    for unresolved in (edited, {key: value for key, value in edited.items() if key != "job"}):
+        with pytest.raises(UnsupportedConfiguration, match="Set precision to a group"):
+            JetFSDPEngineConfig(jetrl=unresolved)
 
 
 def test_the_users_engine_kwargs_are_not_changed_in_place():

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows about the ``jetrl`` node alone: options that contradict each other. ``JetConfig`` reads them."""
+"""Rows about the ``jetrl`` node alone: options that contradict each other. ``composition.parse`` reads them."""
 
 from jetrl_verl.formats.catalog import FORMATS, TRAINED, UNQUANTIZED
 

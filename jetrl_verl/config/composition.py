@@ -68,6 +68,7 @@ def resolve(config: DictConfig) -> Job | None:
         options = replace(options, operations="stock" if why_stock else "shared")
         because = why_stock or "the shared operations cover the whole job"
         _say(f"jetrl_verl: jetrl.operations=auto is {options.operations}, since {because}.")
+        _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
     job = Job(options, why_stock, get(TENSOR_PARALLEL) or 1, versions)
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
@@ -105,9 +106,13 @@ def parse(node: Mapping[str, Any]) -> JetConfig:
         value = getattr(options, name)
         if isinstance(value, bool) or not isinstance(value, kind) or not 0 < value < float("inf"):
             raise _no_value(name, value, "a positive number")
+    _refuse_contradictions(options)
+    return options
+
+
+def _refuse_contradictions(options: JetConfig) -> None:
     for message in refusals(lambda key: getattr(options, key.removeprefix("jetrl.")), OPTION_ROWS):
         raise UnsupportedConfiguration(message)
-    return options
 
 
 def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:

@@ -11,7 +11,7 @@ from hydra import initialize_config_module
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import composition, resolve
+from jetrl_verl.config import UnsupportedConfiguration, composition, resolve
 
 ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model"
@@ -94,8 +94,11 @@ def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings
 
 def test_the_cpu_platform_makes_auto_stock(run, model, monkeypatch):
     settings = {f"{MODEL}.path": model()}
+    assert run(settings | {"jetrl.kv_cache": "fp8"})[0] == "shared"
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert "since the shared operations are slow on a CPU" in run(settings)[1]
+    with pytest.raises(UnsupportedConfiguration, match="jetrl.kv_cache=fp8 is not supported with .*operations=stock"):
+        run(settings | {"jetrl.kv_cache": "fp8"})
     assert run(settings, "shared") == ("shared", "")  # slow, not impossible
 
 

@@ -152,15 +152,16 @@ def _sums(results: Mapping[str, Any]) -> dict[str, int]:
 
 def _experts_forward(flow: Format, inputs: MixtureInputs, tokens: int, trains: bool) -> torch.Tensor:
     """BF16 output of the format's experts for the first ``tokens`` tokens, by one side's operations."""
-    gate_up, down = (flow.quantize_weight(weight, "fp32") for weight in (inputs.gate_up, inputs.down))
-    x, logits = flow.quantize_activation(inputs.x[:tokens], "fp32"), inputs.logits[:tokens].contiguous()
+    rule = flow.traits.scale_rules[0]
+    gate_up, down = (flow.quantize_weight(weight, rule) for weight in (inputs.gate_up, inputs.down))
+    x, logits = flow.quantize_activation(inputs.x[:tokens], rule), inputs.logits[:tokens].contiguous()
     if trains:
         experts_of, weights = kernels.route(logits, PER_TOKEN, True)
         segments = kernels.segments(experts_of, EXPERTS, flow.traits.block)
         rows = kernels.gather_quantized(x, segments.pair, PER_TOKEN)
     else:
         weights, segments, rows = kernels.route_and_permute(logits, x, PER_TOKEN, True)
-    y, *_ = flow.experts(rows, weights, segments, gate_up, down, "fp32")
+    y, *_ = flow.experts(rows, weights, segments, gate_up, down, rule)
     return kernels.combine(y, segments.row)
 
 

@@ -21,12 +21,16 @@ OPTION_ROWS: dict[str, Row] = {
         {"jetrl.rollout": other_than(*TRAINED)},
         scope=FP8_TRAINING,
     ),
-    "scale_rule_of_int8": Row(
-        "another scale rule of INT8",
-        "INT8 has one scale rule",
-        {"jetrl.scale_rule": other_than(*_INT8.scale_rules)},
-        scope=where("jetrl.rollout", _INT8.name),
-    ),
+    **{
+        f"scale_rule_of_{traits.name}": Row(
+            f"another scale rule of {traits.label}",
+            f"{traits.label} has one scale rule",
+            {"jetrl.scale_rule": other_than(*traits.scale_rules)},
+            scope=where("jetrl.rollout", traits.name),
+        )
+        for traits in FORMATS.values()
+        if len(traits.scale_rules) == 1
+    },
     "int8_scales_without_int8": Row(
         "INT8 scales without an INT8 rollout",
         "the rollout has no INT8 weights",

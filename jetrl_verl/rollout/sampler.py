@@ -78,7 +78,7 @@ class _SharedSampling:
     token_dtype: torch.dtype
 
     def _draws(self, logits: torch.Tensor, step: Any) -> bool:
-        """Whether :meth:`draw` covers a step in which every request draws from ``softmax(logits / temperature)``."""
+        """Whether :meth:`_drawn` covers a step in which every request draws from ``softmax(logits / temperature)``."""
         return (
             self.logprobs_mode == "processed_logprobs"
             and not self.use_fp64_gumbel
@@ -86,10 +86,19 @@ class _SharedSampling:
             and self._is_plain(logits, step)
         )
 
-    def draw(self, logits: torch.Tensor, step: Any) -> Any:
+    def draw(
+        self, logits: torch.Tensor, temperature: torch.Tensor, step: Any
+    ) -> tuple[torch.Tensor, kernels.Normalized]:
+        """A token for each row, int64 ``[N]``, and what its log-probability is read from; see ``kernels.draw_tokens``.
+
+        ``jetrl diff`` replaces the tokens by recorded ones.
+        """
+        return kernels.draw_tokens(logits, temperature, *self._random_bits(logits, step))
+
+    def _drawn(self, logits: torch.Tensor, step: Any) -> Any:
         """vLLM's output for a step, drawn here."""
         temperature, reported = self._temperature(step), None
-        tokens, normalized = kernels.draw_tokens(logits, temperature, *self._random_bits(logits, step))
+        tokens, normalized = self.draw(logits, temperature, step)
         ids = tokens.to(self.token_dtype)[:, None]
         if self._reports(step):
             reported = vllm.LogprobsTensors(ids, *kernels.drawn_log_probs(logits, tokens, temperature, normalized))
@@ -119,7 +128,7 @@ class SharedSampler(_SharedSampling, vllm.Sampler):
     def forward(self, logits: torch.Tensor, sampling_metadata: vllm.SamplingMetadata, *args: Any, **kwargs: Any):
         altered = self._altered(logits, sampling_metadata)
         if altered is None and not args and not kwargs and self._draws(logits, sampling_metadata):
-            return self.draw(logits, sampling_metadata)
+            return self._drawn(logits, sampling_metadata)
         # The stock sampler divides by the temperature in place.
         output = super().forward(logits.clone(), sampling_metadata, *args, **kwargs)
         return self._with_shared_log_probs(output, logits, sampling_metadata, altered)
@@ -192,7 +201,7 @@ class SharedSamplerV2(_SharedSampling, vllm.SamplerV2):
     def __call__(self, logits: torch.Tensor, input_batch: vllm.InputBatch):
         altered = self._altered(logits, input_batch)
         if altered is None and self._draws(logits, input_batch):
-            return self.draw(logits, input_batch)
+            return self._drawn(logits, input_batch)
         output = super().__call__(logits, input_batch)  # copies the logits before it changes them
         return self._with_shared_log_probs(output, logits, input_batch, altered)
 

@@ -30,7 +30,7 @@ def rows_of_the_table() -> dict[str, dict[str, Any]]:
     with initialize_config_module("verl.trainer.config", version_base=None):
         for precision in PRECISIONS[1:]:
             fields = OmegaConf.to_container(compose("ppo_trainer", overrides=[f"precision={precision}"]).jetrl)
-            del fields["precision"]
+            del fields["precision"], fields["job"]
             if fields not in rows.values():
                 rows[precision] = fields
     return rows

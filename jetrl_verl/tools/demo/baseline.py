@@ -57,7 +57,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
     changes = {"max_model_len": prompts.positions, "enforce_eager": True, "enable_prefix_caching": False}
     engine = Request(
         model=str(first),
-        jetrl=settings.options.as_dict(),
+        jetrl=settings.job.as_dict(),
         arguments=settings.arguments | changes,
         vocabulary=prompts.vocabulary,
         prompts=prompts.ids,
@@ -69,9 +69,9 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
     )
     llm, runner = start_engine(engine)
     for step, folder in request.policies:
-        load_weights(runner, folder, settings.options)
+        load_weights(runner, folder, settings.job)
         recording = generate(llm, engine)
-        trainer = Trainer(folder, settings.options, prompts.vocabulary, 1.0, torch.device("cuda" if cuda else "cpu"))
+        trainer = Trainer(folder, settings.job, prompts.vocabulary, 1.0, torch.device("cuda" if cuda else "cpu"))
         train = []
         for i in range(0, len(prompts.ids), 32):  # attention over a packed micro-batch is quadratic in its tokens
             part = Recording(recording.prompts[i : i + 32], recording.responses[i : i + 32], torch.empty(0))

@@ -6,7 +6,7 @@
 A name is vLLM's own unless versions differ in what it means; then it is ours. Free everywhere are ``vllm.LLM``,
 ``vllm.SamplingParams``, and the registration of plugins and quantization methods. The wheel's compiled kernels are in
 kernels/vllm_kernels.py. An engine's parent process imports this module: what touches a device or changes torch when it
-is imported comes from a function. Supported are vLLM 0.24 and 0.29.
+is imported comes from a function. Names and shapes of vLLM 0.24 and 0.29; ``config.support.limits`` says which may run.
 """
 
 from types import ModuleType

@@ -164,26 +164,4 @@ ALGORITHM_ROWS: dict[str, Row] = {
         {LOSS: one_of("bypass_mode", use="vanilla")},
         scope=ROLLOUT_LOG_PROBS,
     ),
-    "rollout_log_probs_of_agent_loops": Row(
-        "agent loops of your own",
-        "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
-        {
-            f"{ROLLOUT}.agent.agent_loop_config_path": SET,
-            f"{ROLLOUT}.agent.agent_loop_manager_class": SET,
-            f"{ROLLOUT}.agent.default_agent_loop": other_than("single_turn_agent", "tool_agent"),
-        },
-        scope=ROLLOUT_LOG_PROBS,
-    ),
-    "rollout_log_probs_of_kept_rollouts": Row(
-        "rollouts read from a folder",
-        "another policy sampled them",
-        {f"skip.{name}.enable": TRUE for name in ("rollout", "rollout_tq", "async_rollout")},
-        scope=ROLLOUT_LOG_PROBS,
-    ),
-    "rollout_log_probs_of_several_updates": Row(
-        "several batches per weight sync",
-        "all but the first were sampled before an update",
-        {"trainer.v1.sync.parameter_sync_step": other_than(1)},
-        scope=ROLLOUT_LOG_PROBS,
-    ),
 }

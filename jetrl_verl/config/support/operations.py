@@ -4,7 +4,7 @@
 excludes: the two classes of docs/architecture.md, "Zero mismatch".
 """
 
-from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, Row, Values, other_than
+from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Row, Values, other_than
 from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
 _PROCESSED = other_than("processed_logprobs")
@@ -102,6 +102,28 @@ EXACT_ROWS: dict[str, Row] = {
         "samples of an older policy",
         "it trains on samples of the current policy",
         {"trainer.v1.trainer_mode": other_than("sync")},
+        scope=EXACT,
+    ),
+    "exact_agent_loops": Row(
+        "agent loops of your own",
+        "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
+        {
+            f"{ROLLOUT}.agent.agent_loop_config_path": SET,
+            f"{ROLLOUT}.agent.agent_loop_manager_class": SET,
+            f"{ROLLOUT}.agent.default_agent_loop": other_than("single_turn_agent", "tool_agent"),
+        },
+        scope=EXACT,
+    ),
+    "exact_kept_rollouts": Row(
+        "rollouts read from a folder",
+        "another policy sampled them",
+        {f"skip.{name}.enable": TRUE for name in ("rollout", "rollout_tq", "async_rollout")},
+        scope=EXACT,
+    ),
+    "exact_several_batches": Row(
+        "several batches per weight sync",
+        "all but the first were sampled before an update",
+        {"trainer.v1.sync.parameter_sync_step": other_than(1)},
         scope=EXACT,
     ),
 }

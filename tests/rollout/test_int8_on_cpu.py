@@ -46,7 +46,9 @@ def sync(model, trainer) -> None:
 
     model.load_weights(as_tensors(stream(trainer)))
     process_weights_after_loading(
-        model, SimpleNamespace(quantization="jetrl_int8", dtype=torch.bfloat16), torch.device("cpu")
+        model,
+        SimpleNamespace(quantization="jetrl_int8", dtype=torch.bfloat16, word_embeddings_untied_by_checkpoint=False),
+        torch.device("cpu"),
     )
 
 

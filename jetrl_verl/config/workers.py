@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jetrl_verl
+from jetrl_verl.sources import sources_sha256
 
 from .environment import installed_version, on_cpu
 from .hopper_kernels import CAPABILITY, missing
@@ -112,7 +113,7 @@ def complaint_about(answer: dict[str, Any], job: Job | None = None) -> str:
             "`uv pip install -e /path/to/jetrl_verl`, or `uv run --with-editable /path/to/jetrl_verl ...` as both the "
             "command and ray_kwargs.ray_init.runtime_env.py_executable"
         )
-    source = answer_here()["source"]
+    source = sources_sha256()[:12]
     if answer["source"] != source:
         return (
             f"the driver runs jetrl-verl {mine} with source {source}, but {where} has source {answer['source']} of "

@@ -78,7 +78,7 @@ class _JetEngine:
 
     @cached_property
     def jetrl_plans(self) -> dict[str, LinearPlan]:
-        """Which linear layers are quantized: an actor's in the rollout's format, others' in the flow's."""
+        """Which linear layers of this model are quantized, and in which format; see ``Job.plans``."""
         return self.engine_config.jetrl.plans(self.model_config.hf_config, self.engine_config.jetrl_role)
 
     def _build_module(self) -> torch.nn.Module:

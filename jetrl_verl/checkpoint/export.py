@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 
 from jetrl_verl import formats
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
+from jetrl_verl.checkpoint.validation import no_trainer_state
 from jetrl_verl.config.composition import parse
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import check_model, read_model
@@ -183,6 +184,8 @@ def find_checkpoint(path: Path) -> Path:
     if (path / "actor").is_dir():
         path = path / "actor"
     if (path / "fsdp_config.json").is_file() or (path / "config.json").is_file():
+        if (path / "fsdp_config.json").is_file() and not any(path.glob("model_world_size_*.pt")):
+            raise ExportError(no_trainer_state(path))
         return path
     raise ExportError(
         f"{path} is neither a verl FSDP checkpoint (fsdp_config.json) nor a Hugging Face folder (config.json); "

@@ -41,7 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint, no_trainer_state
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 
 _SHARDED = ("model", "optim")
@@ -316,6 +316,8 @@ class _Role:
                 f"{self.folder} holds files of {gpus} ranks already; resume with {gpus} GPUs, or remove its "
                 f"*_world_size_{gpus}_rank_*.pt first."
             )
+        if not self.written:
+            raise ReshardError(no_trainer_state(self.folder))
         if "model" not in self.contents:
             raise ReshardError(
                 f"{self.folder} lacks model_world_size_{self.ranks}_rank_*.pt, which fsdp_config.json names; copy "

@@ -10,16 +10,20 @@ rank. patches/checkpoint_tracker.py reads verl's note of the latest checkpoint.
 import contextlib
 import re
 import shutil
+import sys
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpointError, check_tracker, steps_in
 
-_CONTENTS = ("model", "optim", "extra_state")
+_FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
+"""What verl's ``save_contents`` and ``load_contents`` name, and the names of its files."""
+_CONTENTS = tuple(_FILES.values())
 
 KEPT_SCALES = "int8_scales.pt"
 """Rank 0's file with the scales that ``jetrl.int8_scales=first`` keeps."""
@@ -96,24 +100,83 @@ def check_ranks(folder: Path, world_size: int) -> None:
         )
 
 
+def resume_folder(config: DictConfig) -> Path | None:
+    """Folder ``.../global_step_<n>`` that a run resumes from; None for a fresh start, and for a remote folder.
+
+    It may be absent on this machine: files of a role lie on its workers' hosts.
+
+    Raises:
+        DamagedCheckpointError: verl's note of the latest checkpoint is damaged.
+    """
+    trainer = OmegaConf.select(config, "trainer") or {}
+    mode, folder = trainer.get("resume_mode"), trainer.get("default_local_dir")
+    if mode == "resume_path" and (step := trainer.get("resume_from_path")) is not None:
+        return None if "://" in str(step) else Path(step)
+    if mode == "auto" and folder is not None and (tracker := Path(folder, TRACKER_FILE)).exists():
+        return Path(folder, f"global_step_{check_tracker(tracker)}")
+    return None
+
+
 def check_resume(config: DictConfig) -> None:
     """In the driver, before Ray: check the names of the checkpoint's files; hosts check bytes
     (:func:`check_checkpoint`).
 
     Raises:
-        DamagedCheckpointError: verl's note of the latest checkpoint is damaged, or the number of ranks differs.
+        DamagedCheckpointError: as :func:`resume_folder`; or the number of ranks differs, or a resume would load no
+            weights, or lacks what ``load_contents`` asks for.
     """
-    trainer = OmegaConf.select(config, "trainer") or {}
-    mode, folder = trainer.get("resume_mode"), trainer.get("default_local_dir")
-    if mode == "resume_path":
-        step = trainer.get("resume_from_path")
-    elif mode == "auto" and folder is not None and (tracker := Path(folder, TRACKER_FILE)).exists():
-        step = Path(folder, f"global_step_{check_tracker(tracker)}")
-    else:
-        step = None
-    if step is not None and "://" not in str(step):
-        ranks = int(trainer.get("n_gpus_per_node") or 1) * int(trainer.get("nnodes") or 1)
-        check_ranks(Path(step, "actor"), ranks)
+    step = resume_folder(config)
+    if step is None:
+        return
+    get = partial(OmegaConf.select, config)
+    ranks = int(get("trainer.n_gpus_per_node") or 1) * int(get("trainer.nnodes") or 1)
+    nodes = {"actor": "actor_rollout_ref.actor"}
+    # As verl's need_critic.
+    if get("algorithm.adv_estimator") == "gae" if get("critic.enable") is None else get("critic.enable"):
+        nodes["critic"] = "critic"
+    for role, node in nodes.items():
+        check_ranks(step / role, ranks)
+        # Rank 0 writes this file, so its shards are on this machine, too.
+        if (step / role / "fsdp_config.json").is_file():
+            key = f"{node}.checkpoint.load_contents"
+            _check_contents(step / role, ranks, key, get(key) or list(_FILES))
+    if (step / "actor" / "fsdp_config.json").is_file() and not (step / "data.pt").is_file():
+        line = f"jetrl_verl: WARNING the checkpoint {step} has no data.pt, so prompts start again from the first one."
+        print(f"{line} Copy the file there if that is not what you want.", file=sys.stderr, flush=True)
+
+
+def _check_contents(folder: Path, ranks: int, key: str, load_contents: Iterable[str]) -> None:
+    """Compare what was saved with the value of ``key``."""
+    saved = [name for name, file in _FILES.items() if any(folder.glob(f"{file}_world_size_{ranks}_rank_*.pt"))]
+    wanted = [name for name in load_contents if name in _FILES]
+    if "model" not in saved:
+        raise DamagedCheckpointError(no_trainer_state(folder))
+    if "model" not in wanted:
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} would be resumed without its weights ({key}={_listed(load_contents)}), so "
+            f"training would start from the base model. Set {key}={_listed(saved)}, or trainer.resume_mode=disable."
+        )
+    if missing := [name for name in wanted if name not in saved]:
+        raise DamagedCheckpointError(
+            f"the checkpoint {folder} does not hold {' and '.join(missing)}, which {key} asks for. Set "
+            f"{key}={_listed(saved)}, which starts {'them' if missing[1:] else 'it'} afresh."
+        )
+
+
+def no_trainer_state(folder: Path) -> str:
+    """One sentence about a role's folder without the trainer's weights: what it holds, and what to start from."""
+    merged = folder / "huggingface"
+    start = "start again with trainer.resume_mode=disable"
+    if any(merged.glob("*.safetensors")):
+        start = f"start from the model folder {merged}, or set trainer.resume_mode=disable"
+    return (
+        f"the checkpoint {folder} holds no trainer state (checkpoint.save_contents was without `model`), so there is "
+        f"nothing to resume; {start}."
+    )
+
+
+def _listed(contents: Iterable[str]) -> str:
+    return f"[{','.join(contents)}]"
 
 
 def drop_other_world_sizes(folder: str | Path, world_size: int) -> None:

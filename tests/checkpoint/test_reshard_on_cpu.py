@@ -316,8 +316,8 @@ def damage(step: Path, what: str) -> None:
     elif what == "missing rank":
         for content in CONTENTS:
             (folder / f"{content}_world_size_2_rank_1.pt").unlink()
-    elif what == "no model":
-        for file in folder.glob("model_*"):
+    elif what in ("no model", "no state"):
+        for file in folder.glob("model_*" if what == "no model" else "*.pt"):
             file.unlink()
     elif what == "truncated":
         file = folder / "optim_world_size_2_rank_1.pt"
@@ -351,6 +351,7 @@ def damage(step: Path, what: str) -> None:
         ("no config", "fsdp_config.json is not what verl writes (JSONDecodeError); copy the checkpoint again."),
         ("missing rank", "_world_size_2_rank_1.pt is missing; there is no earlier checkpoint"),
         ("no model", "lacks model_world_size_2_rank_*.pt, which fsdp_config.json names"),
+        ("no state", "holds no trainer state"),
         ("truncated", "optim_world_size_2_rank_1.pt is damaged ("),
         ("other rows", "the shards of model['embed'] do not add up to its 67 rows"),
         ("other step", "hold different values at optim['state'][0]['step']; it is inconsistent."),

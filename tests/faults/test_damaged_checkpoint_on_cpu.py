@@ -26,6 +26,7 @@ from jetrl_verl.checkpoint.validation import (
     check_resume,
     drop_other_world_sizes,
     explained,
+    resume_folder,
 )
 from jetrl_verl.config import JetConfig, Job, environment, workers
 from jetrl_verl.patches.checkpoint_tracker import TRACKER, TRACKER_FILE
@@ -158,6 +159,7 @@ def test_the_driver_accepts_checkpoints_it_cannot_see(checkpoints, tmp_path):
         check_resume(resuming(elsewhere))
         check_resume(resuming(elsewhere, resume_mode="resume_path", resume_from_path=f"{elsewhere}/global_step_3"))
     check_resume(resuming(checkpoints, resume_mode="disable"))
+    assert resume_folder(resuming(checkpoints)) == checkpoints / "global_step_2"
     shutil.rmtree(checkpoints / "global_step_2" / "actor")  # on the trainer's hosts
     check_resume(resuming(checkpoints))
     check_resume(OmegaConf.create({"data": {}}))
@@ -168,6 +170,29 @@ def test_the_driver_refuses_a_damaged_tracker(checkpoints):
     with pytest.raises(DamagedCheckpointError, match="as after a full disk"):
         check_resume(resuming(checkpoints, nnodes=1))
     check_resume(resuming(checkpoints, resume_mode="disable"))
+
+
+@pytest.mark.parametrize(
+    ("gone", "load_contents", "sentence"),
+    [
+        (FILES, ["hf_model"], "holds no trainer state .* start from the model folder .*/actor/huggingface, or set"),
+        (FILES, None, "holds no trainer state"),
+        (("optim",), None, r"not hold optimizer, .* Set actor_rollout_ref.*load_contents=\[model,extra\]"),
+        (("optim", "extra_state"), ["model", "extra"], r"not hold extra, .* Set .*load_contents=\[model\]"),
+        ((), ["hf_model"], r"without its weights .* Set .*load_contents=\[model,optimizer,extra\]"),
+        (("optim",), ["model", "extra"], None),
+        (("data",), None, None),
+    ],
+)
+def test_the_driver_refuses_a_step_without_what_a_resume_loads(checkpoints, gone, load_contents, sentence, capsys):
+    for content in gone:
+        file_of(checkpoints, content).unlink()
+    (checkpoints / "global_step_2" / "actor" / "huggingface" / "model.safetensors").touch()
+    node = {"actor": {"checkpoint": {"load_contents": load_contents}}}
+    config = OmegaConf.merge(resuming(checkpoints, nnodes=1), {"actor_rollout_ref": node})
+    with contextlib.nullcontext() if sentence is None else pytest.raises(DamagedCheckpointError, match=sentence):
+        check_resume(config)
+    assert ("has no data.pt" in capsys.readouterr().err) == ("data" in gone)
 
 
 def test_a_refused_resume_exits_with_one_sentence(checkpoints, monkeypatch):

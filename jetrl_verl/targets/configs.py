@@ -47,6 +47,9 @@ class JetRolloutConfig(RolloutConfig):
     """verl's ``RolloutConfig`` whose ``engine_kwargs.vllm`` ask for our linear layers; the job is in
     ``custom.jetrl``."""
 
+    # verl 0.9.1 raises it to max_model_len where chunked prefill is off, and fails on its own frozen field.
+    _mutable_fields = RolloutConfig._mutable_fields | {"max_num_batched_tokens"}
+
     def __post_init__(self) -> None:
         super().__post_init__()
         job = self.jetrl

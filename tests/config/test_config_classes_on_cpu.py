@@ -5,6 +5,7 @@
 import copy
 import importlib
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -85,6 +86,19 @@ def test_only_shared_operations_need_the_plugins_worker(compose, operations, wor
     key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_cls"
     config = compose("precision=jet_fp8", f"jetrl.operations={operations}", f"{key}=auto", *RUNNABLE)
     assert omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]["worker_cls"] == worker
+
+
+def test_without_chunked_prefill_verl_raises_the_batched_tokens_to_the_longest_request(compose):
+    """With verl's own class this raises ``FrozenInstanceError`` in the rollout's server."""
+    from transformers import Qwen3Config
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    config = compose("precision=jet_fp8", "actor_rollout_ref.rollout.enable_chunked_prefill=False", *RUNNABLE)
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (None, 8192)
+    model = SimpleNamespace(hf_config=Qwen3Config(max_position_embeddings=40960))
+    vLLMHttpServer._validate_configs(SimpleNamespace(config=rollout, model_config=model))
+    assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (40960, 40960)
 
 
 def test_the_worker_extension_is_a_subclass_of_verls(config):

@@ -7,7 +7,7 @@ two runs on one host get the same name. The sender removes the file before it bi
 load the other run's weights; the contract check passes, because the sums come with them.
 
 The patch adds the process id of Ray's daemon on this node, which both ends have in their environment, and its pid
-namespace, since containers may share ``/tmp``.
+namespace, since containers may share ``/tmp``. Outside Ray there is no run, and the name stays verl's.
 """
 
 import os
@@ -19,7 +19,7 @@ _STEM = "ipc:///tmp/rl-colocate-zmq-"
 
 
 def address_of_this_run(address: str) -> str:
-    """verl's address, made unique for this run.
+    """verl's address, made unique for this run in a process of Ray.
 
     Args:
         address: ``ipc:///tmp/rl-colocate-zmq-<job>-replica-<n>-rank-<n>.sock``, as verl's two ends build it.
@@ -32,8 +32,9 @@ def address_of_this_run(address: str) -> str:
             f"weight sync: verl names its socket {address} and not {_STEM}..., so two runs on this host could not be "
             "told apart; install verl 0.9.1"
         )
-    # Outside Ray there is no daemon and no second run.
-    daemon = os.environ.get("RAY_RAYLET_PID", "0")
+    daemon = os.environ.get("RAY_RAYLET_PID")
+    if daemon is None:
+        return address
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return f"{_STEM}{daemon}-{namespace}-{address.removeprefix(_STEM)}"
 

@@ -24,6 +24,8 @@ def test_both_ends_of_a_run_share_an_address_that_other_runs_do_not(monkeypatch)
     assert first == two_runs.address_of_this_run(VERLS)
     monkeypatch.setenv("RAY_RAYLET_PID", "101")
     assert two_runs.address_of_this_run(VERLS) != first
+    monkeypatch.delenv("RAY_RAYLET_PID")  # as in verl's own tests
+    assert two_runs.address_of_this_run(VERLS) == VERLS
 
 
 def test_the_path_fits_a_unix_socket(monkeypatch):
@@ -44,6 +46,7 @@ def test_the_patched_sender_and_receiver_share_an_address(cpu_platform, monkeypa
 
     monkeypatch.setenv("VERL_RAY_JOB_ID", "01000000")
     monkeypatch.setenv("VERL_REPLICA_RANK", "0")
+    monkeypatch.setenv("RAY_RAYLET_PID", "100")
     worker = SimpleNamespace(local_rank=0, model_runner=None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("RAY_LOCAL_WORLD_SIZE", "1")

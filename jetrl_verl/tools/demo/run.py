@@ -65,7 +65,8 @@ class DemoOptions:
     @property
     def last_step(self) -> int:
         """The step that a complete run ends with."""
-        return 0 if "trainer.val_only=True" in self.overrides else self.steps
+        words = [word.lstrip("+").lower() for word in self.overrides if "trainer.val_only=" in word]
+        return 0 if words[-1:] == ["trainer.val_only=true"] else self.steps
 
 
 def run_demo(

@@ -61,7 +61,7 @@ def main(behaviour: str, overrides: list[str]) -> None:
                 metrics.with_name("checkpoints").joinpath(f"global_step_{step}", "actor", "huggingface").mkdir(
                     parents=True
                 )
-            if step == 0 and "trainer.val_only=True" in overrides:
+            if step == 0 and {"trainer.val_only=True", "trainer.val_only=true"} & {*overrides}:
                 return
             if step == 1 and behaviour == "fail":
                 print("\x1b[36m(WorkerDict pid=7)\x1b[0m ValueError: layer 3 differs")

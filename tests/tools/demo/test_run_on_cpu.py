@@ -112,8 +112,9 @@ def test_a_failed_baseline_fails_the_demo_and_names_its_log(prepared, tmp_path, 
     assert f"full log: {folder / 'fp8_rollout' / 'run.log'}" in screen
 
 
-def test_a_run_that_only_validates_is_a_success(prepared, tmp_path):
-    status, screen, folder = run_fake("succeed", tmp_path, "trainer.val_only=True", baseline=True)
+@pytest.mark.parametrize("value", ["True", "true"])
+def test_a_run_that_only_validates_is_a_success(prepared, tmp_path, value):
+    status, screen, folder = run_fake("succeed", tmp_path, f"trainer.val_only={value}", baseline=True)
     assert status == 0 and "held-out accuracy of jetrl/addition: 40.0% before" in screen
     assert not (folder / "fp8_rollout").exists()
 

@@ -60,9 +60,10 @@ def test_fixed_clipping_is_the_default(compose):
     assert compose("clip=fixed") == compose()
 
 
-def test_calibrated_clipping_composes_in_either_order(compose):
-    config = compose("precision=jet_fp8", "clip=calibrated", *SIZES)
-    assert config == compose("clip=calibrated", "precision=jet_fp8", *SIZES)
+@pytest.mark.parametrize("precision", ["jet_fp8", "jet_fp8_exact"])
+def test_calibrated_clipping_composes_in_either_order(compose, precision):
+    config = compose(f"precision={precision}", "clip=calibrated", *SIZES)
+    assert config == compose("clip=calibrated", f"precision={precision}", *SIZES)
     assert (config.jetrl.clip, config.jetrl.clip_interval) == ("calibrated", 20)
     assert config.algorithm.rollout_correction.rollout_is == "token"
     actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)

@@ -23,13 +23,11 @@ LEARNING_RATE, CLIP_LOW = 2e-3, 0.45
 negative-advantage tokens under 1 - CLIP_LOW and a third between the two bounds, however BF16 products round."""
 
 
-def build_actor(folder: str, train: str = "fp8", clip: str = "calibrated"):
+def build_actor(folder: str, train: str = "fp8", clip: str = "calibrated", operations: str = "stock"):
     """Actor engine, under FP8 with calibrated clipping every second step."""
-    options = {
-        "fp8": dict(precision="jet_fp8", clip=clip, clip_interval=2),
-        "bf16": dict(precision="fp8_rollout"),
-    }
-    return build(folder, optimizer={"lr": LEARNING_RATE}, train=train, **options[train])
+    fp8, bf16 = {"stock": ("jet_fp8", "fp8_rollout"), "shared": ("jet_fp8_exact", "bf16_shared")}[operations]
+    options = {"fp8": dict(precision=fp8, clip=clip, clip_interval=2), "bf16": dict(precision=bf16)}
+    return build(folder, optimizer={"lr": LEARNING_RATE}, train=train, operations=operations, **options[train])
 
 
 def jagged(rows) -> torch.Tensor:
@@ -112,9 +110,9 @@ def step(
     return outputs["metrics"], inferred
 
 
-def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
-    plain, shadowed = build_actor(folder, clip="fixed"), build_actor(folder)
-    bf16 = build_actor(folder, train="bf16")
+def shadow_forwards(rank: int, folder: str, dynamic: bool, operations: str) -> None:
+    plain, shadowed = (build_actor(folder, clip=clip, operations=operations) for clip in ("fixed", "calibrated"))
+    bf16 = build_actor(folder, train="bf16", operations=operations)
     loss, plain_loss = actor_loss(), actor_loss()
 
     # Step 1 collects nothing and has the initial bounds.
@@ -135,7 +133,7 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool) -> None:
     statistics = shadowed.feature(CalibratedClipping).clip.statistics
     assert sum(statistics.tokens) == 2 * SEQUENCES * RESPONSE, "two updates on every token"
 
-    # The shadow is the policy that precision=bf16 would train.
+    # The shadow is the policy that precision=bf16, or bf16_shared, would train.
     data = batch(rank, dynamic)
     bf16_at = [log_probs_at(bf16, state, data) for state in weights]
     assert torch.equal(inferred["shadow_log_probs"].values(), bf16_at[0].values())
@@ -188,9 +186,9 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["fixed", "dynamic"])
-def test_shadow_forwards_are_the_bf16_policy_and_do_not_change_training(folder, dynamic, cpu_platform):
-    run_in_two_processes(shadow_forwards, folder, dynamic)
+@pytest.mark.parametrize("dynamic, operations", [(False, "stock"), (True, "stock"), (False, "shared")])
+def test_shadow_forwards_are_the_bf16_policy_and_do_not_change_training(folder, dynamic, operations, cpu_platform):
+    run_in_two_processes(shadow_forwards, folder, dynamic, operations)
 
 
 def test_a_resume_keeps_the_bounds(folder, tmp_path: Path, cpu_platform):

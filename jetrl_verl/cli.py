@@ -153,6 +153,7 @@ def diff(
     limit: Annotated[int, typer.Option(help="prompts taken from it")] = 4,
     response: Annotated[int, typer.Option(help="most tokens sampled for each prompt")] = 64,
     temperature: Annotated[float, typer.Option(help="sampling temperature, above 0")] = 1.0,
+    sequence: Annotated[Path | None, typer.Option(help="the sequence at which a run has stopped, not prompts")] = None,
     out: Annotated[Path, typer.Option(help="folder for the report and logs")] = Path("outputs/diff"),
 ) -> None:
     """Compare rollout and trainer operation by operation; exit status 1 if a log-probability differs.
@@ -163,7 +164,8 @@ def diff(
 
     try:
         names = tuple(_split(precision))
-        options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args))
+        words = tuple(context.args)
+        options = DiffOptions(model, names, prompts, limit, response, temperature, out, words, sequence)
         status = run_diff(options, Console())
     except ToolError as error:
         _fail(error, 2)

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks in verl's trainer and actor: a registered function sees each batch and adds metrics to the step.
 
-verl 0.9.1 has no such hooks. Five functions are patched:
+verl 0.9.1 has no such hooks. Six functions are patched:
 
 * ``PPOTrainer._compute_old_log_prob`` (trainer): the batch has its old log-probabilities, and nothing has used them. A
   hook that raises stops the run with the previous step's weights.
 * ``compute_advantage_for_multi_trajectories`` (trainer): the batch has importance weights and advantages, and goes to
   the actor's queue next. The actor trains on what a hook changes.
 * ``PPOTrainer._compute_advantage`` (trainer) reports the metrics of these hooks.
+* ``PPOTrainer._update_actor`` (trainer): a hook sees the error of an update that failed, and may raise a clearer one.
 * ``calculate_debug_metrics`` (trainer) has the log-probabilities of rollout and trainer.
 * ``get_policy_loss_fn`` (actor) returns every policy loss, registered ones too. verl averages a loss's metrics over
   micro-batches, mini-batches and ranks.
@@ -25,6 +26,9 @@ from jetrl_verl.patches.patch import Patch
 
 AFTER_OLD_LOG_PROBS: dict[str, Any] = {}
 """``hook(trainer, batch)`` by name: verl's trainer and the keys of a batch in the TransferQueue, to metrics."""
+
+AFTER_FAILED_UPDATES: dict[str, Any] = {}
+"""``hook(trainer, error)`` by name: verl's trainer and what an update of the actor has raised."""
 
 AFTER_ADVANTAGES: dict[str, Any] = {}
 """``hook(batch, algorithm)`` by name: verl's padded tensors ``[B, T]`` and its ``algorithm`` config, to metrics."""
@@ -62,6 +66,15 @@ def compute_advantage(stock, self: Any, batch: Any, metrics: dict) -> Any:
     return batch
 
 
+def update_actor(stock, self: Any, batch: Any, metrics: dict) -> Any:
+    try:
+        return stock(self, batch, metrics)
+    except Exception as error:
+        for hook in AFTER_FAILED_UPDATES.values():
+            hook(self, error)
+        raise
+
+
 def calculate_debug_metrics(stock, data: Any) -> dict[str, Any]:
     metrics = stock(data)
     for hook in DEBUG_METRICS.values():
@@ -83,7 +96,7 @@ OLD_LOG_PROBS = Patch(
     replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_old_log_prob",
     sha256={"0.9.1": "ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a"},
     by=compute_old_log_prob,
-    symptom="nothing would compare the rollout's log-probabilities with a forward under jetrl.old_log_probs=rollout",
+    symptom="nothing would compare the rollout's log-probabilities with the trainer's",
     upstream=_UPSTREAM,
     until=_UNTIL,
     needed=True,
@@ -106,6 +119,15 @@ STEP_METRICS = Patch(
     until=_UNTIL,
     needed=False,
 )
+UPDATE = Patch(
+    replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor",
+    sha256={"0.9.1": "bf9d78fa639280b583a371d1178b73b20263f409365b09a504ce78073d560e84"},
+    by=update_actor,
+    symptom="a first update whose forward differs from the rollout would stop without what jetrl diff reads",
+    upstream=_UPSTREAM,
+    until=_UNTIL,
+    needed=True,
+)
 MISMATCH = Patch(
     replaces="verl.utils.debug.metrics:calculate_debug_metrics",
     sha256={"0.9.1": "779da67ff4de8c8a6a409b199c8376c8219eb7649157f0be798609bd3d362d8b"},
@@ -124,7 +146,7 @@ POLICY_LOSS = Patch(
     until=_UNTIL,
     needed=False,
 )
-PATCHES = (OLD_LOG_PROBS, ADVANTAGES, STEP_METRICS, MISMATCH, POLICY_LOSS)
+PATCHES = (OLD_LOG_PROBS, ADVANTAGES, STEP_METRICS, UPDATE, MISMATCH, POLICY_LOSS)
 
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 
@@ -132,6 +154,11 @@ _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 def run_after_old_log_probs(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:
     """As :func:`run_after_advantages`, with a hook of :data:`AFTER_OLD_LOG_PROBS`."""
     _register_in_trainer("AFTER_OLD_LOG_PROBS", name, hook, OLD_LOG_PROBS)
+
+
+def after_failed_updates(name: str, hook: Callable[[Any, Exception], None]) -> None:
+    """As :func:`run_after_advantages`, with a hook of :data:`AFTER_FAILED_UPDATES`."""
+    _register_in_trainer("AFTER_FAILED_UPDATES", name, hook, UPDATE)
 
 
 def run_after_advantages(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:

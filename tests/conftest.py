@@ -168,6 +168,7 @@ def own_trainer(cpu_platform, monkeypatch):
 
     registries = (
         batch_hooks.AFTER_OLD_LOG_PROBS,
+        batch_hooks.AFTER_FAILED_UPDATES,
         batch_hooks.AFTER_ADVANTAGES,
         batch_hooks.ADVANTAGE_METRICS,
         batch_hooks.DEBUG_METRICS,

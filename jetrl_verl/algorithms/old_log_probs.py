@@ -1,40 +1,104 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout's log-probabilities as the old ones, checked at every step (``jetrl.old_log_probs=rollout``).
+"""The trainer's log-probabilities are compared in all 32 bits with the rollout's before each update.
 
-verl's bypass mode skips the trainer's forward before the update, which under ``precision=jet_fp8_exact`` repeats the
-rollout bit for bit. Here each step still runs one micro-batch a rank through the actor and compares every response
-token in all 32 bits; a difference stops the run before the update. The window of sequences moves with the global step,
-so after ``ceil(sequences / window)`` steps every position has been checked, also across a resume. Metrics of this
-forward are those of the checked sequences.
+Compared are the tokens that the current weights sampled. Under ``jetrl.old_log_probs=compute`` verl has computed the
+trainer's for the whole batch, so the comparison needs no forward. Under ``rollout`` verl's bypass mode skips that
+forward: each step runs one micro-batch a rank through the actor, whose window moves with the global step, so that after
+``ceil(sequences / window)`` steps every position has been checked, also across a resume; and ``train/tripwire.py``
+compares the first update's own forward. Under ``precision=jet_fp8_exact`` a differing bit stops the run before the
+update; under ``jet_fp8`` it warns once and is a metric.
 """
 
+import json
+import logging
+import shlex
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from jetrl_verl.patches.batch_hooks import run_after_old_log_probs
+from jetrl_verl.config.job import Job
+from jetrl_verl.patches.batch_hooks import after_failed_updates, run_after_old_log_probs
+from jetrl_verl.patches.checkpoint_tracker import steps_in
+
+logger = logging.getLogger(__name__)
+
+POLICY = "stopped_policy"
+"""Folder of a checkpoint that holds the policy in Hugging Face's format alone; see ``train/tripwire.py``."""
+
+FORWARD_OPTIONS = ("scale_rule", "unfit_layers", "kv_cache")
+"""Options of a run that change log-probabilities within ``precision=jet_fp8_exact``."""
+
+_HOOK = "comparison with the rollout's log-probabilities"
+_COUNTED = "training/old_log_probs"
+_WARNED: list[str] = []
 
 
 class LogProbsDiffer(RuntimeError):
-    """The actor's log-probability of a token differs from the rollout's."""
+    """The trainer's log-probability of a token differs from the rollout's.
 
-
-class Difference(NamedTuple):
-    """The first token whose bits differ.
-
-    Attributes:
-        row: index among the checked sequences. token: position in the response.
-        rollout, actor: both FP32 values. count, checked: number of tokens that differ, and that were compared.
+    A worker raises it with a :class:`Difference` as its one argument, the process of verl's trainer with a sentence.
     """
 
-    row: int
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token whose bits differ, and its sequence.
+
+    Attributes:
+        prompt, response: token ids. sampled: for each token of the response 1 if the policy sampled it, else 0.
+        rollout, trainer: FP32 log-probabilities of the response. token: position in the response.
+        differing, compared: numbers of tokens.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    sampled: list[int]
+    rollout: list[float]
+    trainer: list[float]
     token: int
-    rollout: float
-    actor: float
-    count: int
-    checked: int
+    differing: int
+    compared: int
+
+    def __str__(self) -> str:
+        here = self.token
+        return (
+            f"the log-probability of response token {here} (id {self.response[here]}) is {_shown(self.rollout[here])} "
+            f"in the rollout and {_shown(self.trainer[here])} in the trainer ({self.differing} of {self.compared} "
+            "compared tokens differ)"
+        )
+
+
+@dataclass(frozen=True)
+class StoppedSequence(Difference):
+    """What a stopped run saves for ``jetrl diff --sequence``: also step, temperature and :data:`FORWARD_OPTIONS`."""
+
+    step: int = 0
+    temperature: float = 1.0
+    options: dict[str, str] = field(default_factory=dict)
+
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, file: Path) -> "StoppedSequence":
+        """Raises ``OSError``, ``TypeError`` or ``ValueError`` for a file that :meth:`save` has not written."""
+        stopped = cls(**json.loads(file.read_text()))
+        lengths = {len(stopped.response), len(stopped.sampled), len(stopped.rollout), len(stopped.trainer)}
+        if len(lengths) != 1 or not stopped.prompt or not 0 <= stopped.token < len(stopped.response):
+            raise ValueError(f"{file} has no sequence with log-probabilities of its response")
+        return stopped
+
+
+class Comparison(NamedTuple):
+    """Numbers of compared and differing tokens, and the place of the first that differs: row and token of it."""
+
+    compared: int
+    differing: int
+    place: tuple[int, int] | None
 
 
 def rows_to_check(real: Sequence[bool], count: int, step: int) -> list[int]:
@@ -54,36 +118,43 @@ def rows_to_check(real: Sequence[bool], count: int, step: int) -> list[int]:
     return sorted(sequences[(step * count + offset) % len(sequences)] for offset in range(count))
 
 
-def first_difference(rollout: torch.Tensor, actor: torch.Tensor, mask: torch.Tensor) -> Difference | None:
+def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> Comparison:
     """Compare the bits of two sets of log-probabilities, so a NaN equals itself and 0 differs from -0.
 
     Args:
-        rollout, actor: FP32, jagged ``[sequences, tokens]``. mask: jagged, non-zero on tokens that the policy sampled.
-
-    Returns:
-        None if all response tokens agree.
+        rollout, trainer: FP32, jagged ``[sequences, tokens]``. mask: jagged, non-zero on tokens that the policy
+            sampled; it is 0 on answers of tools and on padding.
 
     Raises:
         ValueError: lengths differ, or a tensor is not FP32.
     """
     offsets = mask.offsets()
-    for name, tensor in (("rollout", rollout), ("actor", actor)):
+    for name, tensor in (("rollout", rollout), ("trainer", trainer)):
         if tensor.dtype != torch.float32:
             raise ValueError(f"Expected log-probabilities of the {name} in float32, got {tensor.dtype}")
         if not torch.equal(tensor.offsets(), offsets):
             lengths = tensor.offsets().diff().tolist()
             raise ValueError(f"{lengths} log-probabilities of the {name} for {offsets.diff().tolist()} response tokens")
     sampled = mask.values().bool()
-    left, right = rollout.values(), actor.values()
-    different = (left.view(torch.int32) != right.view(torch.int32)) & sampled
-    places = different.nonzero().flatten()
+    places = ((rollout.values().view(torch.int32) != trainer.values().view(torch.int32)) & sampled).nonzero().flatten()
     if not len(places):
-        return None
+        return Comparison(int(sampled.sum()), 0, None)
     first = int(places[0])
     # Empty sequences before the token's share its offset.
     row = int(torch.searchsorted(offsets, first, right=True)) - 1
-    token = first - int(offsets[row])
-    return Difference(row, token, left[first].item(), right[first].item(), len(places), int(sampled.sum()))
+    return Comparison(int(sampled.sum()), len(places), (row, first - int(offsets[row])))
+
+
+def located(comparison: Comparison, data: Any, rollout: torch.Tensor, trainer: torch.Tensor) -> Difference:
+    """The difference of a comparison that has one.
+
+    Args:
+        data: jagged ``prompts``, ``responses`` and ``response_mask`` of the compared sequences.
+    """
+    row, token = comparison.place
+    tensors = (data["prompts"], data["responses"], data["response_mask"], rollout, trainer)
+    values = [tensor.values()[slice(*tensor.offsets()[row : row + 2].tolist())].tolist() for tensor in tensors]
+    return Difference(*values, token, comparison.differing, comparison.compared)
 
 
 def rows_per_rank(rollout: Any) -> int:
@@ -94,34 +165,127 @@ def rows_per_rank(rollout: Any) -> int:
     return rollout.log_prob_micro_batch_size_per_gpu or 1
 
 
-def check(trainer: Any, batch: Any) -> dict[str, float]:
-    """Run one micro-batch a rank through the actor and compare with what the rollout reported.
+def current_rows(trainer: Any, tags: Sequence[dict]) -> list[int]:
+    """Rows of a batch that the trainer's current weights sampled.
 
-    Args:
-        trainer: verl's ``PPOTrainer``. batch: its ``KVBatchMeta``, balanced over the ranks.
-
-    Returns:
-        Metrics of the checked sequences, and the numbers of these sequences and of their tokens.
-
-    Raises:
-        LogProbsDiffer: a token differs in a bit.
+    verl's trainer of step n holds the weights that it sent as version n - 1, until its first update of the step; a
+    sequence may state the versions that sampled its first and its last token. Padding has no tokens of a policy.
     """
+    if getattr(trainer, "local_trigger_step", 0):  # of several batches per sync only the first
+        return []
+    versions = (None, trainer.global_steps - 1)
+    return [
+        row
+        for row, tag in enumerate(tags)
+        if not tag.get("is_padding", False)
+        and all(tag.get(name) in versions for name in ("min_global_steps", "max_global_steps"))
+    ]
+
+
+@dataclass(frozen=True)
+class Tripwire:
+    """The comparison of a job in the process of verl's trainer."""
+
+    job: Job
+
+    def after_old_log_probs(self, trainer: Any, batch: Any) -> dict[str, float]:
+        """Compare a batch's log-probabilities before anything uses them.
+
+        Args:
+            trainer: verl's ``PPOTrainer``. batch: its ``KVBatchMeta``, balanced over the ranks.
+
+        Returns:
+            Metrics: how many sequences and tokens were compared, how many tokens differ; of a micro-batch verl's too.
+
+        Raises:
+            LogProbsDiffer: a token differs in a bit under ``precision=jet_fp8_exact``.
+        """
+        if self.job.options.old_log_probs == "rollout":
+            data, trained, metrics = _micro_batch(trainer, batch)
+        else:
+            data, metrics = _current(trainer, batch), {}
+            trained = None if data is None else data["old_log_probs"]
+        if data is None:
+            return metrics
+        stated, mask = data["rollout_log_probs"], data["response_mask"]
+        comparison = compare(stated, trained, mask)
+        if comparison.place is not None:
+            difference = located(comparison, data, stated, trained)
+            if self.job.exact:
+                self.stop(trainer, difference)
+            elif not _WARNED:
+                _WARNED.append(str(difference))
+                logger.warning(
+                    f"jetrl: step {trainer.global_steps}: {difference}, so the run is not exact; "
+                    f"{_COUNTED}_differing_tokens counts them in every step. Set precision=jet_fp8_exact to stop at "
+                    "the first, with the jetrl diff command that names its operation."
+                )
+        counts = (len(mask.offsets()) - 1, comparison.compared, comparison.differing)
+        names = ("checked_sequences", "checked_tokens", "differing_tokens")
+        return metrics | {f"{_COUNTED}_{name}": count for name, count in zip(names, counts, strict=True)}
+
+    def after_failed_update(self, trainer: Any, error: Exception) -> None:
+        """Stop where every rank of the actor has raised :class:`LogProbsDiffer` before its first update."""
+        cause = getattr(error, "cause", error)  # Ray's error of a remote call holds the worker's
+        if isinstance(cause, LogProbsDiffer):
+            self.stop(trainer, *cause.args)
+
+    def stop(self, trainer: Any, difference: Difference) -> NoReturn:
+        """Save the sequence and the policy, and raise :class:`LogProbsDiffer` with the command that explains them."""
+        config = trainer.config
+        checkpoints = Path(config.trainer.default_local_dir).absolute()
+        folder = checkpoints / f"log_probs_differ_in_step_{trainer.global_steps}"
+        sequence, policy = folder / "sequence.json", folder / POLICY / "huggingface"
+        folder.mkdir(parents=True, exist_ok=True)
+        options = {name: getattr(self.job.options, name) for name in FORWARD_OPTIONS}
+        run = dict(step=trainer.global_steps, temperature=config.actor_rollout_ref.rollout.temperature, options=options)
+        StoppedSequence(**vars(difference), **run).save(sequence)
+        unsaved = ""
+        try:  # every rank takes part, since FSDP gathers the weights
+            trainer.actor_rollout_wg.save_checkpoint(str(folder / POLICY), None, trainer.global_steps, None)
+        except Exception as error:  # the difference is what has to be said
+            unsaved = f", which failed to be saved: {error}"
+        command = ["jetrl", "diff", str(policy), "--sequence", str(sequence), "--out", str(folder / "diff")]
+        latest = max(steps_in(checkpoints), default=None)
+        resume = "" if latest is None else f"its checkpoint of step {latest} (trainer.resume_mode=auto), or from "
+        raise LogProbsDiffer(
+            f"precision=jet_fp8_exact: before the update of step {trainer.global_steps}, {difference}, so the two are "
+            f"different policies and the run stops; find the operation with `{shlex.join(command)}`, or go on with "
+            f"precision=jet_fp8 from {resume}the saved weights (actor_rollout_ref.model.path={policy}{unsaved})."
+        ) from None
+
+
+def _current(trainer: Any, batch: Any) -> Any | None:
+    """Both log-probabilities of the sequences that the current weights sampled; None without either of them."""
+    import transfer_queue
+
+    correction = trainer.config.algorithm.get("rollout_correction") or {}
+    stated = trainer.config.actor_rollout_ref.rollout.calculate_log_probs and not correction.get("bypass_mode", False)
+    keys = [batch.keys[row] for row in current_rows(trainer, batch.tags)] if stated else []
+    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
+    if not keys:
+        return None
+    return transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+
+
+def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str, float]]:
+    """One micro-batch a rank, the actor's log-probabilities of its responses, and verl's metrics of both."""
     import transfer_queue
     from verl.utils import tensordict_utils
     from verl.workers.utils.padding import response_from_nested
 
     config = trainer.config.actor_rollout_ref
     workers = trainer.actor_rollout_wg
-    real = [not tag.get("is_padding", False) for tag in batch.tags]
+    current = set(current_rows(trainer, batch.tags))
+    real = [row in current for row in range(len(batch.tags))]
     ranks = workers.world_size
     a_rank = min(rows_per_rank(config.rollout), len(real) // ranks)
     rows = rows_to_check(real, a_rank * ranks, trainer.global_steps)
-    keys = [batch.keys[row] for row in rows]
 
     # Fetched, since results stored by key would be fields that other sequences lack.
-    data = transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id)
+    data = transfer_queue.kv_batch_get(keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id)
     data = data.select(*(name for name, value in data.items() if isinstance(value, torch.Tensor)))
-    stated, mask, responses = data["rollout_log_probs"], data["response_mask"], data["responses"]
+    fields = {name: data[name] for name in ("rollout_log_probs", "response_mask", "responses")}
     tensordict_utils.assign_non_tensor(
         data,
         calculate_entropy=True,
@@ -130,24 +294,32 @@ def check(trainer: Any, batch: Any) -> dict[str, float]:
         micro_batch_size_per_gpu=a_rank,
     )
     outputs = workers.compute_log_prob(data)
-    actor = response_from_nested(outputs["log_probs"], mask)
-    entropy = response_from_nested(outputs["entropy"], mask)
-
-    difference = first_difference(stated, actor, mask)
-    if difference is not None:
-        token_ids = responses.values()[responses.offsets()[difference.row] :]
-        raise LogProbsDiffer(_message(difference, trainer.global_steps, keys, rows, int(token_ids[difference.token])))
-    return _metrics(config.actor, stated, actor, entropy, mask, responses)
+    for name, output in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
+        fields[name] = response_from_nested(outputs[output], data["response_mask"])
+    return data, fields["old_log_probs"], _metrics(config.actor, fields)
 
 
-def _message(first: Difference, step: int, keys: list[str], rows: list[int], token_id: int) -> str:
-    return (
-        f"jetrl.old_log_probs=rollout: in step {step} the log-probability of response token {first.token} (id "
-        f"{token_id}) of sequence {keys[first.row]}, position {rows[first.row]} of the batch, is "
-        f"{_shown(first.rollout)} in the rollout and {_shown(first.actor)} in the actor's forward; {first.count} of "
-        f"{first.checked} checked tokens differ, so trainer and rollout are different policies. "
-        "Set jetrl.old_log_probs=compute, and run `jetrl diff` to find the operation that differs."
+def _metrics(actor_config: Any, fields: dict[str, torch.Tensor]) -> dict[str, float]:
+    """verl's metrics of a whole batch's forward, for these sequences, by its own functions; empty without a token."""
+    from tensordict import TensorDict
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
+    from verl.utils.debug import metrics as debug
+
+    if not fields["response_mask"].values().any():
+        return {}
+    padded = TensorDict(fields, batch_size=len(fields["response_mask"].offsets()) - 1).to_padded_tensor()
+    by_sequence = agg_loss(
+        loss_mat=padded["entropy"],
+        loss_mask=padded["response_mask"],
+        loss_agg_mode=actor_config.loss_agg_mode,
+        loss_scale_factor=actor_config.loss_scale_factor,
     )
+    metrics = compute_rollout_corr_metrics_from_logprobs(
+        padded["old_log_probs"], padded["rollout_log_probs"], padded["response_mask"]
+    )
+    return {"actor/entropy": by_sequence.item()} | metrics | debug.calculate_debug_metrics(DataProto(batch=padded))
 
 
 def _shown(value: float) -> str:
@@ -155,49 +327,9 @@ def _shown(value: float) -> str:
     return f"{value:.9g} ({bits:#010x})"
 
 
-def _metrics(
-    actor_config: Any,
-    rollout: torch.Tensor,
-    actor: torch.Tensor,
-    entropy: torch.Tensor,
-    mask: torch.Tensor,
-    responses: torch.Tensor,
-) -> dict[str, float]:
-    """verl's metrics of a whole batch's forward, for these sequences, by verl's own functions."""
-    from tensordict import TensorDict
-    from verl.protocol import DataProto
-    from verl.trainer.ppo.core_algos import agg_loss
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
-    from verl.utils.debug import metrics as debug
-
-    tokens = int(mask.values().bool().sum())
-    metrics = {
-        "training/old_log_probs_checked_sequences": len(mask.offsets()) - 1,
-        "training/old_log_probs_checked_tokens": tokens,
-    }
-    if not tokens:
-        return metrics
-    jagged = {
-        "rollout_log_probs": rollout,
-        "old_log_probs": actor,
-        "entropy": entropy,
-        "response_mask": mask,
-        "responses": responses,
-    }
-    padded = TensorDict(jagged, batch_size=len(mask.offsets()) - 1).to_padded_tensor()
-    by_sequence = agg_loss(
-        loss_mat=padded["entropy"],
-        loss_mask=padded["response_mask"],
-        loss_agg_mode=actor_config.loss_agg_mode,
-        loss_scale_factor=actor_config.loss_scale_factor,
-    )
-    metrics["actor/entropy"] = by_sequence.item()
-    metrics |= compute_rollout_corr_metrics_from_logprobs(
-        padded["old_log_probs"], padded["rollout_log_probs"], padded["response_mask"]
-    )
-    return metrics | debug.calculate_debug_metrics(DataProto(batch=padded))
-
-
-def install_in_trainer() -> None:
-    """Check every batch of verl's trainer in the process that runs it; verl's bypass mode must be on."""
-    run_after_old_log_probs("check of the rollout's log-probabilities", check)
+def install_in_trainer(job: Job) -> None:
+    """Compare every batch of verl's trainer in the process that runs it."""
+    tripwire = Tripwire(job)
+    run_after_old_log_probs(_HOOK, tripwire.after_old_log_probs)
+    if job.options.old_log_probs == "rollout":
+        after_failed_updates(_HOOK, tripwire.after_failed_update)

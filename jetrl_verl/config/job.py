@@ -70,6 +70,11 @@ class Job:
         return self.options.operations == "shared"
 
     @property
+    def exact(self) -> bool:
+        """Whether the run stops where a log-probability of the two sides differs in a bit."""
+        return self.options.precision == "jet_fp8_exact"
+
+    @property
     def cache(self) -> CacheTraits:
         """The rollout's KV cache."""
         return cache_traits(self.options.kv_cache)

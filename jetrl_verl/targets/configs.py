@@ -60,8 +60,8 @@ class JetRolloutConfig(RolloutConfig):
             hooks.install_in_trainer()
         if job.options.correction == "adaptive":
             adaptive_correction.install_in_trainer(job.options.correction_scale)
-        if job.options.old_log_probs == "rollout":
-            old_log_probs.install_in_trainer()
+        if job.shared and job.quantizes("actor"):
+            old_log_probs.install_in_trainer(job)
 
     @property
     def jetrl(self) -> Job:

@@ -30,6 +30,7 @@ from jetrl_verl.train.features import (
 from jetrl_verl.train.gathered import GatheredOnce
 from jetrl_verl.train.shadow import CalibratedClipping
 from jetrl_verl.train.token_numbers import SharedOperations
+from jetrl_verl.train.tripwire import Tripwire
 from jetrl_verl.train.weight_sync import WeightSync
 
 
@@ -41,6 +42,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
     actor, options = config.jetrl_role == "actor", config.jetrl.options
     table = (
         (ValidatedCheckpoints, True),  # around what other features load and save
+        (Tripwire, actor and config.jetrl.exact),  # raises after every other feature has ended its part of a pass
         (InvariantScaling, actor),  # changes weights, so before any feature reads them
         (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
         (GatheredOnce, options.gathered == "batch"),

@@ -1,20 +1,29 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl.old_log_probs=rollout``: which sequences a step checks, and that a difference in one bit stops the run.
+"""Which sequences a step compares, and that a difference in one bit stops an exact run and warns under ``jet_fp8``.
 
-verl's own trainer method runs with the hook; queue and actor are stand-ins.
+verl's own trainer methods run with the hooks; queue and actor are stand-ins.
 """
+
+import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from jetrl_verl.algorithms import old_log_probs
 from jetrl_verl.algorithms.old_log_probs import (
+    Difference,
     LogProbsDiffer,
-    first_difference,
+    StoppedSequence,
+    compare,
+    current_rows,
     install_in_trainer,
     rows_per_rank,
     rows_to_check,
 )
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import JetConfig
 
 LENGTHS = [(3, 5), (1, 2), (4, 1), (2, 7), (2, 4), (5, 3), (1, 6), (3, 2)]
 """Prompt and response tokens of each sequence."""
@@ -64,25 +73,50 @@ def test_bits_are_compared_not_values():
     values = [torch.tensor([-0.5, float("nan"), 0.0]), torch.tensor([-1.0])]
     mask = jagged([torch.ones(3), torch.ones(1)])
     one = jagged(values)
-    assert first_difference(one, jagged([row.clone() for row in values]), mask) is None
+    assert compare(one, jagged([row.clone() for row in values]), mask) == (4, 0, None)
     signed = jagged([torch.tensor([-0.5, float("nan"), -0.0]), values[1]])
-    assert first_difference(one, signed, mask)[:4] == (0, 2, 0.0, -0.0)
-    assert first_difference(one, signed, jagged([torch.tensor([1.0, 1.0, 0.0]), torch.ones(1)])) is None
+    assert compare(one, signed, mask) == (4, 1, (0, 2))
+    assert compare(one, signed, jagged([torch.tensor([1.0, 1.0, 0.0]), torch.ones(1)])) == (3, 0, None)
     with pytest.raises(ValueError, match="for \\[3, 1\\] response tokens"):
-        first_difference(one, jagged([values[1], values[0]]), mask)
-    with pytest.raises(ValueError, match=r"actor in float32, got torch\.float64"):
-        first_difference(one, one.double(), mask)
+        compare(one, jagged([values[1], values[0]]), mask)
+    with pytest.raises(ValueError, match=r"trainer in float32, got torch\.float64"):
+        compare(one, one.double(), mask)
+
+
+@pytest.mark.parametrize(
+    ("tag", "current"),
+    [
+        ({"min_global_steps": 4, "max_global_steps": 4}, True),
+        ({}, True),
+        ({"min_global_steps": 3, "max_global_steps": 4}, False),
+        ({"min_global_steps": 5, "max_global_steps": 5}, False),
+        ({"min_global_steps": 4, "max_global_steps": 4, "is_padding": True}, False),
+    ],
+    ids=["the last sync's", "unstated", "begun before the sync", "read from a folder", "padding"],
+)
+def test_sequences_of_other_weights_are_not_compared(tag, current):
+    trainer = SimpleNamespace(global_steps=5)
+    assert current_rows(trainer, [tag]) == [0] * current
+    trainer.local_trigger_step = 1  # an update has moved the weights since the sync
+    assert current_rows(trainer, [tag]) == []
 
 
 class Run:
-    """verl's trainer with a stand-in queue and an actor that returns the rollout's values."""
+    """verl's trainer with a stand-in queue and an actor that returns the rollout's values.
+
+    Args:
+        source: ``jetrl.old_log_probs``. padding: rows without a sampled token.
+    """
 
     ranks, micro_batch = 2, 2
 
-    def __init__(self, trainer_module, monkeypatch, padding: tuple[int, ...] = ()) -> None:
+    def __init__(self, trainer_module, monkeypatch, folder, source="rollout", precision="jet_fp8_exact", padding=()):
         from omegaconf import OmegaConf
         from transfer_queue import KVBatchMeta
 
+        if precision:
+            options = JetConfig(precision, "fp8", "fp8", operations="shared", old_log_probs=source, kv_cache="fp8")
+            install_in_trainer(Job(options))
         generator = torch.Generator().manual_seed(0)
         self.keys = [f"prompt{row // 2}_{row % 2}_0" for row in range(len(LENGTHS))]
         self.rollout = [-torch.rand(response, generator=generator) for _, response in LENGTHS]
@@ -91,6 +125,8 @@ class Run:
         self.masks = [torch.full((response,), int(row not in padding)) for row, (_, response) in enumerate(LENGTHS)]
         self.written: dict[str, torch.Tensor] = {}
         self.ran: list[list[int]] = []
+        self.saved: list[str] = []
+        self.failure: Exception | None = None
         self.tags = [{"is_padding": row in padding} for row in range(len(LENGTHS))]
         monkeypatch.setattr(trainer_module.tq, "kv_batch_get", self.get)
         monkeypatch.setattr(trainer_module.tq, "kv_batch_put", self.put)
@@ -100,18 +136,21 @@ class Run:
         self.world_size = self.ranks
         rollout = {
             "temperature": 0.7,
+            "calculate_log_probs": True,
             "log_prob_use_dynamic_bsz": False,
             "log_prob_micro_batch_size_per_gpu": self.micro_batch,
+            "n": 1,
         }
+        actor = {"loss_agg_mode": "token-mean", "loss_scale_factor": None, "calculate_entropy": False}
+        update = {"ppo_mini_batch_size": 8, "ppo_epochs": 1, "entropy_coeff": 0.0, "data_loader_seed": 1}
         self.trainer.config = OmegaConf.create(
             {
-                "algorithm": {"rollout_correction": {"bypass_mode": True}},
-                "actor_rollout_ref": {
-                    "rollout": rollout,
-                    "actor": {"loss_agg_mode": "token-mean", "loss_scale_factor": None},
-                },
+                "algorithm": {"rollout_correction": {"bypass_mode": source == "rollout"}},
+                "actor_rollout_ref": {"rollout": rollout, "actor": {**actor, **update, "shuffle": False}},
+                "trainer": {"default_local_dir": str(folder)},
             }
         )
+        self.trainer.distillation_config = None
         self.batch = KVBatchMeta(keys=self.keys, tags=self.tags, partition_id="train")
 
     def get(self, keys, partition_id, select_fields=None):
@@ -121,10 +160,13 @@ class Run:
         fields = {
             "rollout_log_probs": [self.rollout[row] for row in rows],
             "response_mask": [self.masks[row] for row in rows],
+            "prompts": [self.ids[row][: LENGTHS[row][0]] for row in rows],
             "responses": [self.ids[row][LENGTHS[row][0] :] for row in rows],
             "input_ids": [self.ids[row] for row in rows],
         }
         data = TensorDict({name: jagged(values) for name, values in fields.items()}, batch_size=len(rows))
+        for name, values in self.written.items():
+            data[name] = jagged([values.unbind()[row] for row in rows])
         data["raw_prompt"] = NonTensorStack(*(f"text {row}" for row in rows))
         return data if select_fields is None else data.select(*select_fields)
 
@@ -139,6 +181,10 @@ class Run:
         from verl.protocol import BatchData
         from verl.utils import tensordict_utils as tu
 
+        if data is self.batch:  # verl's own forward of the whole batch, whose outputs stay in the queue
+            self.ran.append(list(range(len(LENGTHS))))
+            self.written |= self.outputs(range(len(LENGTHS)))
+            return data
         asked = {name: tu.get(data, name) for name in ("calculate_entropy", "compute_loss", "temperature")}
         assert asked == {"calculate_entropy": True, "compute_loss": False, "temperature": 0.7}
         outputs = []
@@ -146,14 +192,25 @@ class Run:
             rows = [int(ids[0]) // 100 for ids in part["input_ids"].unbind()]
             assert len(rows) == tu.get(part, "micro_batch_size_per_gpu") == self.micro_batch
             self.ran.append(rows)
-            # An entry belongs to the token that follows it.
-            log_probs, entropy = (
-                [torch.cat([torch.zeros(LENGTHS[row][0] - 1), values[row], torch.zeros(1)]) for row in rows]
-                for values in (self.actor, [2 - values for values in self.rollout])
-            )
-            fields = {"log_probs": jagged(log_probs), "entropy": jagged(entropy)}
-            outputs.append(TensorDict(fields, batch_size=len(rows)))
+            outputs.append(TensorDict(self.outputs(rows), batch_size=len(rows)))
         return tu.concat_tensordict(outputs)
+
+    def outputs(self, rows):
+        # An entry belongs to the token that follows it.
+        log_probs, entropy = (
+            [torch.cat([torch.zeros(LENGTHS[row][0] - 1), values[row], torch.zeros(1)]) for row in rows]
+            for values in (self.actor, [2 - values for values in self.rollout])
+        )
+        return {"log_probs": jagged(log_probs), "entropy": jagged(entropy)}
+
+    def update_actor(self, batch):
+        raise self.failure
+
+    def save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep):
+        self.saved.append(local_path)
+
+    def flip(self, row: int, token: int) -> None:
+        self.actor[row][token] = next_bits(self.actor[row][token])
 
     def step(self, number: int) -> dict[str, float]:
         self.trainer.global_steps = number
@@ -162,10 +219,14 @@ class Run:
         return metrics
 
 
+CHECKED = "training/old_log_probs_checked"
+DIFFERING = "training/old_log_probs_differing_tokens"
+
+
 @pytest.fixture
-def run(own_trainer, monkeypatch):
-    install_in_trainer()
-    return lambda **options: Run(own_trainer, monkeypatch, **options)
+def run(own_trainer, monkeypatch, tmp_path):
+    monkeypatch.setattr(old_log_probs, "_WARNED", [])
+    return lambda *args, **options: Run(own_trainer, monkeypatch, tmp_path, *args, **options)
 
 
 def test_old_log_probs_are_the_rollouts_and_each_rank_runs_one_micro_batch(run):
@@ -174,8 +235,7 @@ def test_old_log_probs_are_the_rollouts_and_each_rank_runs_one_micro_batch(run):
     assert set(job.written) == {"old_log_probs"}
     assert torch.equal(job.written["old_log_probs"].values(), torch.cat(job.rollout))
     assert job.ran == [[4, 5], [6, 7]]
-    assert metrics["training/old_log_probs_checked_sequences"] == 4
-    assert metrics["training/old_log_probs_checked_tokens"] == 4 + 3 + 6 + 2
+    assert (metrics[f"{CHECKED}_sequences"], metrics[f"{CHECKED}_tokens"], metrics[DIFFERING]) == (4, 4 + 3 + 6 + 2, 0)
     job.step(2)
     assert job.ran[2:] == [[0, 1], [2, 3]]
 
@@ -192,43 +252,103 @@ def test_entropy_and_mismatch_are_those_of_the_checked_sequences(run):
     assert metrics["rollout_corr/training_ppl"] == pytest.approx(ppl.item())
 
 
-@pytest.mark.parametrize(("row", "token"), [(4, 0), (5, 2), (7, 1)])
-def test_a_difference_in_the_last_bit_of_one_checked_token_stops_the_run(run, row, token):
-    job = run()
-    job.actor[row][token] = next_bits(job.actor[row][token])
+@pytest.mark.parametrize(("source", "row", "token"), [("rollout", 4, 0), ("rollout", 7, 1), ("compute", 1, 1)])
+def test_a_difference_in_the_last_bit_of_one_compared_token_stops_the_run(run, tmp_path, source, row, token):
+    (tmp_path / "global_step_7").mkdir()
+    job = run(source)
+    job.flip(row, token)
     with pytest.raises(LogProbsDiffer) as stopped:
-        job.step(1)
-    message = str(stopped.value)
+        job.step(9)
+    compared = {"compute": 30, "rollout": 15}[source]
     rollout, actor = (f"{v[row][token].view(torch.int32).item() & 0xFFFFFFFF:#010x}" for v in (job.rollout, job.actor))
+    message, folder = str(stopped.value), tmp_path / "log_probs_differ_in_step_9"
+    identity = int(job.ids[row][LENGTHS[row][0] + token])
     assert message.startswith(
-        f"jetrl.old_log_probs=rollout: in step 1 the log-probability of response token {token} (id "
-        f"{int(job.ids[row][LENGTHS[row][0] + token])}) of sequence {job.keys[row]}, position {row} of the batch, is "
+        "precision=jet_fp8_exact: before the update of step 9, the log-probability of response token "
+        f"{token} (id {identity}) is "
     )
-    assert f"({rollout}) in the rollout" in message and f"({actor}) in the actor's forward; 1 of 15 checked" in message
-    assert message.endswith("to find the operation that differs.") and "Set jetrl.old_log_probs=compute" in message
+    assert f"({rollout}) in the rollout" in message and f"({actor}) in the trainer (1 of {compared} comp" in message
+    policy = folder / "stopped_policy" / "huggingface"
+    assert job.saved == [str(policy.parent)]
+    assert message.endswith(
+        f"precision=jet_fp8 from its checkpoint of step 7 (trainer.resume_mode=auto), or from the saved weights "
+        f"(actor_rollout_ref.model.path={policy})."
+    )
+    files = ["--sequence", str(folder / "sequence.json"), "--out", str(folder / "diff")]
+    assert shlex.split(message.split("`")[1]) == ["jetrl", "diff", str(policy), *files]
+    sequence = StoppedSequence.load(folder / "sequence.json")
+    assert (sequence.prompt, sequence.response) == (
+        job.ids[row][: LENGTHS[row][0]].tolist(),
+        job.ids[row][LENGTHS[row][0] :].tolist(),
+    )
+    assert torch.equal(torch.tensor(sequence.rollout), job.rollout[row])
+    assert torch.equal(torch.tensor(sequence.trainer), job.actor[row])
+    assert (sequence.token, sequence.step, sequence.temperature) == (token, 9, 0.7)
+    assert sequence.options == {"scale_rule": "fp32", "unfit_layers": "stop", "kv_cache": "fp8"}
+
+
+def test_the_sentence_comes_if_the_policy_cannot_be_saved(run, monkeypatch):
+    job = run("compute")
+    job.flip(0, 0)
+    monkeypatch.setattr(job, "save_checkpoint", lambda *_: (_ for _ in ()).throw(OSError("no space")), raising=False)
+    with pytest.raises(LogProbsDiffer, match="huggingface, which failed to be saved: no space"):
+        job.step(1)
+
+
+def test_an_update_that_met_a_difference_stops_as_the_other_comparisons(run):
+    job = run()
+    job.step(3)
+    job.failure = LogProbsDiffer(Difference([1, 2], [3, 4], [1, 1], [-0.5, -1.0], [-0.5, -2.0], 1, 1, 30))
+    with pytest.raises(LogProbsDiffer, match=r"before the update of step 3, .* token 1 \(id 4\) is -1 .* `jetrl diff "):
+        job.trainer._update_actor(job.batch, {})
+    job.failure = ValueError("another")
+    with pytest.raises(ValueError, match="another"):
+        job.trainer._update_actor(job.batch, {})
+
+
+def test_jet_fp8_warns_once_and_counts_in_every_step(run, caplog):
+    job = run("compute", "jet_fp8")
+    job.flip(2, 0), job.flip(3, 4)
+    for step in (1, 2):
+        metrics = job.step(step)
+        assert (metrics[DIFFERING], metrics[f"{CHECKED}_tokens"], metrics[f"{CHECKED}_sequences"]) == (2, 30, 8)
+    (warning,) = caplog.messages
+    assert "2 of 30 compared tokens differ" in warning and "Set precision=jet_fp8_exact" in warning
+    assert not job.saved
+    job.actor = [values.clone() for values in job.rollout]
+    assert job.step(3)[DIFFERING] == 0
+
+
+def test_stale_sequences_are_left_out_of_the_comparison(run):
+    job = run("compute")
+    job.flip(2, 0)
+    job.batch.tags[2].update(min_global_steps=2, max_global_steps=4)
+    assert job.step(5)[f"{CHECKED}_sequences"] == 7
+    job.trainer.local_trigger_step = 1
+    assert DIFFERING not in job.step(5)
 
 
 def test_a_difference_outside_the_window_is_detected_in_a_later_step(run):
     job = run()
-    job.actor[2][0] = next_bits(job.actor[2][0])
+    job.flip(2, 0)
     job.step(1)
-    with pytest.raises(LogProbsDiffer, match="in step 2 .* token 0 .* of sequence prompt1_0_0, position 2 of"):
+    with pytest.raises(LogProbsDiffer, match="before the update of step 2, .* token 0 "):
         job.step(2)
 
 
-def test_tokens_that_the_policy_did_not_sample_are_not_compared(run):
-    job = run()
+@pytest.mark.parametrize("source", ["rollout", "compute"])
+def test_tokens_that_the_policy_did_not_sample_are_not_compared(run, source):
+    job = run(source)
     job.masks[4] = torch.tensor([1, 0, 0, 1])
     job.actor[4][1] = -9.0
-    assert job.step(1)["training/old_log_probs_checked_tokens"] == 2 + 3 + 6 + 2
+    assert job.step(1)[f"{CHECKED}_tokens"] == {"rollout": 15, "compute": 30}[source] - 2
 
 
 def test_a_batch_of_padding_reports_counts_only(run):
     job = run(padding=tuple(range(8)))
-    metrics = job.step(1)
-    assert metrics == {"training/old_log_probs_checked_sequences": 4, "training/old_log_probs_checked_tokens": 0}
+    assert job.step(1) == {f"{CHECKED}_sequences": 4, f"{CHECKED}_tokens": 0, DIFFERING: 0}
 
 
-def test_without_the_option_verls_method_is_unchanged(own_trainer, monkeypatch):
-    job = Run(own_trainer, monkeypatch)
+def test_without_the_plugin_verls_method_is_unchanged(run):
+    job = run(precision="")
     assert job.step(1) == {} and not job.ran

@@ -43,8 +43,9 @@ def train(
     *overrides: str,
     kind: str = "dense",
     baseline: bool = False,
+    status: int = 0,
 ) -> Run:
-    """A run of the demo without evaluation. ``kind``: ``policy``'s."""
+    """A run of the demo without evaluation. ``kind``: ``policy``'s. ``status``: with which it has to end."""
     fixed = (
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
@@ -56,10 +57,10 @@ def train(
     options = DemoOptions(
         precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides), baseline=baseline
     )
-    status = run_demo(options, Console(width=160))
+    ended = run_demo(options, Console(width=160))
     (folder,) = out.iterdir()
     log = (folder / "run.log").read_text()
-    assert status == 0, log[-3000:]
+    assert ended == status, log[-3000:]
     metrics = [data for _, data in load_run(folder).records if MISMATCH in data]
     series = baseline_series(folder)
     return Run(metrics, SYNC.findall(log), log, dict(zip(series.steps, series.values)) if series else {})

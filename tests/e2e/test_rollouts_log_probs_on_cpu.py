@@ -20,7 +20,7 @@ SEQUENCES = 128
 CHECKED = 32
 """Sequences checked per step: one micro-batch."""
 
-OF_THE_CHECKED = ("actor/entropy", "rollout_corr/", "training/rollout_", "training/old_log_probs_checked_")
+OF_THE_CHECKED = ("actor/entropy", "rollout_corr/", "training/rollout_", "training/old_log_probs_")
 """Metrics of the old log-probabilities' forward: of all sequences, or of the checked ones."""
 
 TIMES = ("timing_", "perf/", "actor/perf/", "actor/jetrl/sync_seconds")
@@ -71,7 +71,9 @@ def test_the_rollouts_log_probs_train_the_same_policy_in_every_bit(policy, tmp_p
 
     # The option took effect, and every update moved the weights.
     assert rollout.steps("training/old_log_probs_checked_sequences") == [CHECKED] * STEPS
-    assert not compute.steps("training/old_log_probs_checked_sequences")
+    assert compute.steps("training/old_log_probs_checked_sequences") == [SEQUENCES] * STEPS
+    for run in runs.values():
+        assert run.steps("training/old_log_probs_differing_tokens") == [0] * STEPS
     assert len({digest for *_, digest in compute.syncs}) == STEPS + 1
     assert all(norm > 0 for norm in compute.steps("actor/grad_norm"))
     assert all(loss != 0 for loss in compute.steps("actor/pg_loss"))

@@ -15,6 +15,7 @@ from .scopes import (
     CALIBRATED_LOSSES,
     CORRECTION,
     EXACT,
+    EXACT_COMPUTED,
     LOSS,
     POLICY_LOSS,
     RATIO_LOSS,
@@ -151,6 +152,12 @@ ALGORITHM_ROWS: dict[str, Row] = {
         },
         scope=Scope("jetrl.clip=calibrated", _one_update),
         instead=f"Set a smaller {ACTOR}.ppo_mini_batch_size, or jetrl.clip=fixed",
+    ),
+    "exact_bypass": Row(
+        "bypass mode",
+        "the trainer computes no log-probabilities that could be compared before an update",
+        _BYPASS,
+        scope=EXACT_COMPUTED,
     ),
     "rollout_log_probs_with_correction": Row(
         "a correction of the mismatch",

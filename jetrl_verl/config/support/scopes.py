@@ -61,6 +61,14 @@ EXACT = where("jetrl.precision", "jet_fp8_exact", "precision=jet_fp8", name="pre
 """What makes the last bits of the two sides differ, and nothing else."""
 
 
+EXACT_COMPUTED = Scope(
+    "precision=jet_fp8_exact jetrl.old_log_probs=compute",
+    lambda get: (get("jetrl.precision"), get("jetrl.old_log_probs")) == ("jet_fp8_exact", "compute"),
+    "jetrl.old_log_probs=rollout",
+)
+"""What would leave no log-probabilities of the trainer to compare before an update."""
+
+
 def _flow(key: str, leave: str = "") -> Scope:
     """Jobs with a format that trains as a value of a key."""
     return Scope(f"{key}={' or '.join(TRAINED)}", lambda get: get(key) in TRAINED, leave)

@@ -18,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jetrl_verl.algorithms.old_log_probs import StoppedSequence
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.config.support.row import UnsupportedConfiguration
@@ -36,6 +37,7 @@ class DiffOptions:
         model: Hugging Face folder. prompts: file, None for the built-in ones. limit: number of prompts.
         response: most tokens to sample for each. temperature: above 0. out: folder of the report.
         overrides: Hydra overrides of verl's configuration, for example ``jetrl.scale_rule=pow2``.
+        sequence: file of a stopped run, whose sequence, temperature and options are used instead of the above.
     """
 
     model: Path
@@ -46,6 +48,7 @@ class DiffOptions:
     temperature: float
     out: Path
     overrides: tuple[str, ...] = ()
+    sequence: Path | None = None
 
     def __post_init__(self) -> None:
         for precision in self.precisions:
@@ -154,8 +157,15 @@ def run_engine(request: Request, folder: Path, name: str, cuda: bool) -> Recordi
         return Recording.load(request.out)
 
 
-def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, console: Console) -> dict[str, Any]:
-    """Compare one precision and write ``report.json`` to ``folder``."""
+def _one(
+    options: DiffOptions,
+    precision: str,
+    prompts: Prompts,
+    stopped: StoppedSequence | None,
+    folder: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """Compare one precision and write ``report.json`` to ``folder``; a stopped run is the rollout as configured."""
     import torch
 
     from jetrl_verl.config.workers import answer_here, gpu_complaint
@@ -168,7 +178,7 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
     if settings.job is not None and (why := gpu_complaint(answer_here(), {"GPU": int(cuda)}, settings.job)):
         raise DiffError(f"{why}.")
     arguments = settings.arguments
-    needed = max(map(len, prompts.ids)) + options.response
+    needed = max(map(len, prompts.ids)) + (options.response if stopped is None else len(stopped.response))
     arguments["max_model_len"] = arguments["max_model_len"] or needed
     if needed > min(arguments["max_model_len"], prompts.positions):
         raise DiffError(
@@ -188,8 +198,11 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
         responses=None,
         out="",
     )
-    with console.status(f"{precision}: the rollout as configured"):
-        configured = run_engine(request, folder, "configured", cuda)
+    if stopped is None:
+        with console.status(f"{precision}: the rollout as configured"):
+            configured = run_engine(request, folder, "configured", cuda)
+    else:
+        configured = Recording(prompts.ids, [stopped.response], torch.tensor(stopped.rollout))
     recorded = replace(
         request,
         responses=configured.responses,
@@ -198,6 +211,9 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
     )
     with console.status(f"{precision}: the rollout recorded"):
         recording = run_engine(recorded, folder, "recorded", cuda)
+    if stopped is not None:  # the run's rollout reports nothing for tokens that it did not sample
+        sampled = torch.tensor(stopped.sampled).bool()
+        configured.log_probs = torch.where(sampled, configured.log_probs, recording.log_probs)
     with console.status(f"{precision}: the trainer"):
         device = torch.device("cuda" if cuda else "cpu")
         trainer = Trainer(options.model, settings.job, prompts.vocabulary, options.temperature, device)
@@ -208,7 +224,29 @@ def _one(options: DiffOptions, precision: str, prompts: Prompts, folder: Path, c
     summary = summarize(precision, settings.job, configured, recording, attribution)
     (folder / "report.json").write_text(json.dumps({"build": provenance(), **summary}, indent=1))
     render(summary, console)
+    if stopped is not None:
+        token = stopped.token
+        here = (recording.log_probs[token], attribution.log_probs[token])
+        console.print(
+            f"step {stopped.step}: {stopped}; here it is {here[0]:.9g} in the recorded rollout and {here[1]:.9g} in "
+            "the trainer",
+            highlight=False,
+            soft_wrap=True,
+        )
     return summary
+
+
+def _stopped(options: DiffOptions) -> tuple[DiffOptions, StoppedSequence]:
+    """``options`` of the run that has saved ``options.sequence``, and that sequence."""
+    try:
+        stopped = StoppedSequence.load(options.sequence)
+    except (OSError, TypeError, ValueError) as error:
+        raise DiffError(
+            f"--sequence {options.sequence} is not a sequence of a stopped run ({type(error).__name__}); name the "
+            "sequence.json that it printed."
+        ) from None
+    words = tuple(f"jetrl.{name}={value}" for name, value in stopped.options.items())
+    return replace(options, temperature=stopped.temperature, overrides=(*words, *options.overrides)), stopped
 
 
 def run_diff(options: DiffOptions, console: Console) -> int:
@@ -217,13 +255,18 @@ def run_diff(options: DiffOptions, console: Console) -> int:
     Raises:
         DiffError: a comparison is not possible.
     """
+    stopped = None
+    if options.sequence is not None:
+        options, stopped = _stopped(options)
     prompts = read_prompts(options.model, options.prompts, options.limit)
+    if stopped is not None:
+        prompts = replace(prompts, ids=[stopped.prompt])
     for name in options.precisions:
         try:
             (options.out / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise DiffError(f"--out {options.out} is not writable ({error.strerror}); name another.") from None
-    summaries = [_one(options, name, prompts, options.out / name, console) for name in options.precisions]
+    summaries = [_one(options, name, prompts, stopped, options.out / name, console) for name in options.precisions]
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     report = {"build": provenance(), "options": facts, "precisions": summaries}
     (options.out / "report.json").write_text(json.dumps(report, indent=1))

@@ -17,7 +17,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
-from .environment import installed_version, on_cpu
+from .attention import announcement, chosen_attentions, flash_attention_runs
+from .installed import installed_version, on_cpu
 from .job import Job
 from .model import overridden_fields, overrides_of_trainer, read_model
 from .options import PRECISIONS, JetConfig
@@ -61,6 +62,10 @@ def resolve(config: DictConfig) -> Job | None:
     if OmegaConf.select(config, "jetrl") is None:
         return None
     options, get = parse(config.jetrl), reader(config)
+    if chosen := chosen_attentions(get):
+        for key, name in chosen.items():
+            OmegaConf.update(config, key, name, force_add=True)
+        _say(announcement(chosen))
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
     why_stock = _why_stock(options, get)
@@ -70,7 +75,7 @@ def resolve(config: DictConfig) -> Job | None:
         _say(f"jetrl_verl: jetrl.operations=auto is {options.operations}, since {because}.")
         _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
-    job = Job(options, why_stock, get(TENSOR_PARALLEL) or 1, versions)
+    job = Job(options, why_stock, get(TENSOR_PARALLEL) or 1, versions, flash_attention_runs(get))
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
     if options.old_log_probs == "rollout":
         # verl's own switch; what it does not do, the check, comes with the rollout's config.

@@ -5,15 +5,14 @@
 What is not supported is a row of ``support/machine.py``; what the workers' machines are, ``workers`` asks.
 """
 
-import os
 from glob import glob, has_magic
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from .attention import check_attention_package
 from .job import Job
 from .model import check_models
 from .support.limits import PINS, RELEASES
@@ -28,18 +27,11 @@ def check_environment(job: Job, get: Get) -> None:
     check_patches(job)
     for key in OPTIMIZERS:
         check_optimizer(job, key, get(key))
+    check_attention_package(job.options.precision, get)
     check_models(job, get)
     if get("data.custom_cls.path") is None:
         for key in ("data.train_files", "data.val_files"):
             check_data(key, get(key))
-
-
-def installed_version(package: str) -> str | None:
-    """Version of an installed distribution, None without one."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def is_pinned(package: str, version: str) -> bool:
@@ -83,11 +75,6 @@ def check_patches(job: Job) -> None:
             remedy = f"Set up {patch.pinned}, or precision=bf16"
             what = f"the installed {patch.project}"
             refuse("patch", precision=job.options.precision, what=what, why=mismatch, remedy=remedy)
-
-
-def on_cpu() -> bool:
-    """Whether verl was asked to run without a GPU (cpu_platform.py)."""
-    return os.environ.get("VERL_PLATFORM") == "cpu"
 
 
 def check_data(key: str, files: Any) -> None:

@@ -37,12 +37,14 @@ class Job:
         why_stock: why operations are stock, a clause; empty if they are shared.
         rollout_ranks: tensor-parallel size of the rollout; with a model's shapes it decides which layers fit.
         versions: installed release of each pinned package, on the driver.
+        flash_attention: whether a model of the trainer runs flash-attn.
     """
 
     options: JetConfig
     why_stock: str = ""
     rollout_ranks: int = 1
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    flash_attention: bool = False
 
     @classmethod
     def of(cls, node: "Mapping[str, Any] | Job | None") -> "Job":

@@ -15,7 +15,7 @@ from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .support.row import Get, UnsupportedConfiguration
-from .support.scopes import ATTENTION, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
+from .support.scopes import ATTENTION, CRITIC_MODEL, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
 from .support.table import explained, refusal, refuse
 
 if TYPE_CHECKING:
@@ -115,9 +115,9 @@ def _hub_config(name: str) -> Path | None:
         return None
 
 
-def overrides_of_trainer(get: Get) -> dict[str, Any]:
-    """A job's overrides of the trainer's copy of the model's configuration, as verl reads them."""
-    overrides = get(f"{MODEL}.override_config") or {}
+def overrides_of_trainer(get: Get, node: str = MODEL) -> dict[str, Any]:
+    """A job's overrides of the trainer's copy of the configuration of the model at ``node``, as verl reads them."""
+    overrides = get(f"{node}.override_config") or {}
     return overrides.get("model_config", overrides)
 
 
@@ -142,8 +142,17 @@ def overridden_fields(
                 yield refusal("overridden_model", why=f"{where} overrides {key} of the model")
 
 
+def trained_models(get: Get) -> tuple[str, ...]:
+    """Nodes of the models that the trainer builds: the actor's, which is the reference policy's too, and a critic's."""
+    enabled = get("critic.enable")
+    critic = get("algorithm.adv_estimator") == "gae" if enabled is None else enabled
+    return (MODEL, CRITIC_MODEL) if critic else (MODEL,)
+
+
 def check_models(job: "Job", get: Get) -> None:
     """Check the models of a job, of which remote ones are copied: files, shapes, operations, ranks, attention."""
+    from jetrl_verl.models import model_types
+
     if (model := copy_model(get(f"{MODEL}.path"), f"{MODEL}.path")) is not None:
         overrides = overrides_of_trainer(get)
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",), overrides)
@@ -158,13 +167,17 @@ def check_models(job: "Job", get: Get) -> None:
         if get(f"{MODEL}.use_fused_kernels"):
             check_vocabulary(model)
     ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
-    if not (ulysses or job.quantizes("critic")):
+    varlen = get(f"{CRITIC_MODEL}.override_config.attn_implementation") == JETRL_ATTENTION
+    varlen = varlen and CRITIC_MODEL in trained_models(get)
+    if not (ulysses or varlen or job.quantizes("critic")):
         return
     if (critic := copy_model(get("critic.model.path"), "critic.model.path")) is not None:
         for key, ranks in ulysses.items():
             check_ulysses(job, critic, key, ranks)
         if job.quantizes("critic"):
             check_model(job, critic, ("critic",))
+        if varlen and critic.config["model_type"] in model_types():
+            check_attention(critic, overrides_of_trainer(get, CRITIC_MODEL), CRITIC_MODEL)
 
 
 def check_model(
@@ -236,17 +249,22 @@ def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
         refuse("ulysses_of_the_heads", precision=job.options.precision, what=what, why=why, remedy=remedy)
 
 
-def check_attention(model: ModelFiles, overrides: Mapping[str, Any]) -> None:
-    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of a model; ``overrides`` are the trainer's."""
+def check_attention(model: ModelFiles, overrides: Mapping[str, Any], node: str = MODEL) -> None:
+    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of the model at ``node``.
+
+    Args:
+        overrides: of the trainer.
+    """
     from jetrl_verl.models import family
     from jetrl_verl.models.families.base import read
 
     decoder = family(model.config)
     trained = decoder.as_trained(model.config, overrides)
+    remedy = "" if node == MODEL else f"Set {node}.override_config.attn_implementation=sdpa"
     if decoder.slides(trained):
-        refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,")
+        refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,", remedy=remedy)
     if rate := read(trained, "attention_dropout", 0.0):
-        refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}")
+        refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}", remedy=remedy)
 
 
 def check_vocabulary(model: ModelFiles) -> None:

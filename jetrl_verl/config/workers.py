@@ -15,8 +15,9 @@ from typing import Any
 import jetrl_verl
 from jetrl_verl.sources import sources_sha256
 
-from .environment import installed_version, on_cpu
+from .attention import FLASH_ATTENTION
 from .hopper_kernels import CAPABILITY, missing
+from .installed import installed_version, on_cpu
 from .job import Job
 from .support.limits import MIN_CAPABILITY, PINS, SHARED_CAPABILITY
 from .support.table import refusal
@@ -158,6 +159,9 @@ def gpu_complaint(answer: dict[str, Any], resources: Mapping[str, float], job: J
             return refusal("gpu_of_an_fp8_cache", what=gpu).removesuffix(".")
     if job is not None and job.shared and not answer["flash_attention_3"]:
         return refusal("no_flash_attention_3").removesuffix(".")
+    if job is not None and job.flash_attention and not answer["flash_attn"]:
+        why = "it is installed in the driver's environment, and not there"
+        return refusal("attention_package", precision=precision, what=FLASH_ATTENTION, why=why).removesuffix(".")
     return ""
 
 
@@ -194,17 +198,17 @@ def _probe() -> Callable[[], dict[str, Any]]:
             spec = importlib.util.find_spec("vllm")
             return spec is not None and any(Path(spec.origin).parent.glob("vllm_flash_attn/_vllm_fa3_C*"))
 
+        def version(package: str) -> str | None:
+            try:
+                return metadata.version(package)
+            except metadata.PackageNotFoundError:
+                return None
+
         def entry_point(group: str) -> metadata.EntryPoint | None:
             return next(iter(metadata.entry_points(group=group, name="jetrl")), None)
 
         # The entry point, not the package, is what verl loads: a package that is merely importable would do nothing.
         verl_plugin = entry_point("verl.plugins")
-        versions = {}
-        for package in ("verl", "vllm", "torch", "transformers"):
-            try:
-                versions[package] = metadata.version(package)
-            except metadata.PackageNotFoundError:
-                versions[package] = None
         try:
             # Asked of the driver's library, since the question must not take a GPU.
             import pynvml
@@ -218,11 +222,12 @@ def _probe() -> Callable[[], dict[str, Any]]:
             "interpreter": sys.executable,
             "source": source_sum(),
             "plugin": None if verl_plugin is None or verl_plugin.dist is None else verl_plugin.dist.version,
-            "versions": versions,
+            "versions": {package: version(package) for package in ("verl", "vllm", "torch", "transformers")},
             "vllm_plugin": entry_point("vllm.general_plugins") is not None,
             "vllm_plugins_filter": os.environ.get("VLLM_PLUGINS"),
             "capabilities": capabilities,
             "flash_attention_3": flash_attention_3_is_there(),
+            "flash_attn": bool(version("flash-attn") or version("kernels")),
             "kernels": kernels_are_there(),
         }
 

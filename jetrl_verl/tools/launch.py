@@ -15,7 +15,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from jetrl_verl.config.environment import installed_version
+from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.job import Job
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.process_tree import ProcessTree

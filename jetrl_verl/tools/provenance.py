@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from jetrl_verl.config.environment import installed_version
+from jetrl_verl.config.installed import installed_version
 from jetrl_verl.sources import PACKAGE, sources_sha256
 from jetrl_verl.tools.commit import UNKNOWN, commit_of
 

@@ -10,6 +10,14 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra_files import parsed_once  # noqa: F401  (for every test of this folder)
 from omegaconf import DictConfig
 
+from jetrl_verl.config import attention
+
+
+@pytest.fixture(autouse=True)
+def flash_attention(monkeypatch):
+    """flash-attn is installed in the driver's environment, so that the plugin writes no attention."""
+    monkeypatch.setattr(attention, "no_flash_attention", lambda *alternatives: "")
+
 
 @pytest.fixture
 def compose():

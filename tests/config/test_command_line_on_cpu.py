@@ -45,6 +45,7 @@ def test_a_damaged_input_stops_the_run_before_ray(tmp_path):
         "precision=jet_fp8",
         *RUNNABLE,
         "actor_rollout_ref.model.path=Qwen/Qwen3-8B",  # offline, and so left to the workers
+        "critic.enable=False",
         f"data.train_files={broken}",
     )
     assert run.returncode == 1

@@ -73,12 +73,13 @@ def reason(message: str) -> str:
 
 SKIPPING = {"no_layer_fits": {"hidden_size": 192, "head_dim": 96, "intermediate_size": 576}}
 ELSEWHERE = {
-    *("version", "missing_package", "optimizer_package", "rollout_ranks_of_the_heads", "layer_shard_shape"),
+    *("version", "missing_package", "optimizer_package", "attention_package"),
+    *("rollout_ranks_of_the_heads", "layer_shard_shape"),
     *("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
     *("mixture_over_replicas", "npu", "rocm", "gpu_without_fp8", "gpu_other_than_hopper", "gpu_of_an_fp8_cache"),
     "no_flash_attention_3",
 }
-"""Rows that test_environment_on_cpu.py and test_workers_on_cpu.py test."""
+"""Rows that test_environment_on_cpu.py, test_attention_on_cpu.py and test_workers_on_cpu.py test."""
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),

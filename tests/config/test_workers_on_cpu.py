@@ -80,6 +80,14 @@ def test_gpus_that_run_the_job_are_accepted(job, changes, resources):
     assert gpu_complaint(worker(**{"flash_attention_3": True, **changes}), resources, job) == ""
 
 
+def test_a_node_without_the_drivers_flash_attn_is_refused():
+    node, job = worker(flash_attn=False, **HOPPER), replace(STOCK, flash_attention=True)
+    assert gpu_complaint(node, {"GPU": 8.0}, STOCK) == gpu_complaint(node, {}, job) == ""
+    complaint = gpu_complaint(node, {"GPU": 8.0}, job)
+    assert "flash_attention_2 is not supported with precision=jet_fp8: it is installed in the driver's" in complaint
+    assert complaint.endswith("attn_implementation=jetrl_varlen")
+
+
 def test_the_gpus_of_a_run_on_the_cpu_platform_do_not_matter(monkeypatch):
     """Such a run declares the resource GPU for verl's sake."""
     monkeypatch.setenv("VERL_PLATFORM", "cpu")

@@ -6,6 +6,8 @@
 the name of a row.
 """
 
+from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+
 from .row import Row, Scope
 from .scopes import ATTENTION, AUTO, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
 
@@ -19,6 +21,10 @@ MACHINE_ROWS: dict[str, Row] = {
     "version": Row("a release of verl, vLLM, torch or transformers other than the pinned one", instead=_PINNED),
     "missing_package": Row("an environment without one of these packages", instead="Set up the pinned release"),
     "optimizer_package": Row("an optimizer of a package that is not installed", instead="Install its package"),
+    "attention_package": Row(
+        "flash-attn by name, or under Ulysses with sliding windows or attention dropout, where it is not installed",
+        instead=f"Install flash-attn, or set {ATTENTION}={JETRL_ATTENTION}",
+    ),
     "patch": Row("a modified verl or vLLM that a required patch cannot be applied to", instead=_PINNED),
     "npu": Row("an NPU", _NVIDIA),
     "rocm": Row("ROCm", _NVIDIA),

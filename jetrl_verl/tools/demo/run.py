@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jetrl_verl.config.environment import installed_version
+from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.tools.demo import DemoError, baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides

@@ -19,8 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 
 import jetrl_verl
-from jetrl_verl.config.environment import installed_version, is_pinned
+from jetrl_verl.config.environment import is_pinned
 from jetrl_verl.config.hopper_kernels import CAPABILITY, IN_TRITON
+from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode

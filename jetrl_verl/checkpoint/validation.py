@@ -141,7 +141,7 @@ def check_resume(config: DictConfig) -> None:
             key = f"{node}.checkpoint.load_contents"
             _check_contents(step / role, ranks, key, get(key) or list(_FILES))
     if (step / "actor" / "fsdp_config.json").is_file() and not (step / "data.pt").is_file():
-        line = f"jetrl_verl: WARNING the checkpoint {step} has no data.pt, so prompts start again from the first one."
+        line = f"jetrl_verl: warning: the checkpoint {step} has no data.pt, so prompts start again from the first one."
         print(f"{line} Copy the file there if that is not what you want.", file=sys.stderr, flush=True)
 
 

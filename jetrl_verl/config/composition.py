@@ -25,7 +25,7 @@ from .options import PRECISIONS, JetConfig
 from .support.limits import PINS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
-from .support.scopes import CORRECTION, MODEL, TENSOR_PARALLEL, VLLM
+from .support.scopes import CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
 from .support.table import TABLE, explained, refusal, refusals, stock_because
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -80,7 +80,22 @@ def resolve(config: DictConfig) -> Job | None:
     if options.old_log_probs == "rollout":
         # verl's own switch; what it does not do, the check, comes with the rollout's config.
         OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
+    _raise_batched_tokens(config, get)
     return job
+
+
+def _raise_batched_tokens(config: DictConfig, get: Get) -> None:
+    """Raise ``max_num_batched_tokens`` to ``max_num_seqs``, below which vLLM refuses to start.
+
+    verl itself raises it to the longest request where chunked prefill is off (targets/configs.py).
+    """
+    key = f"{ROLLOUT}.max_num_batched_tokens"
+    tokens, sequences = get(key), get(f"{ROLLOUT}.max_num_seqs")
+    if tokens is not None and sequences is not None and tokens < sequences:
+        OmegaConf.update(config, key, sequences)
+        _say(
+            f"jetrl_verl: {key} is {sequences} instead of {tokens}, since vLLM needs a token for each of max_num_seqs."
+        )
 
 
 def parse(node: Mapping[str, Any]) -> JetConfig:

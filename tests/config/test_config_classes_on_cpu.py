@@ -93,9 +93,12 @@ def test_without_chunked_prefill_verl_raises_the_batched_tokens_to_the_longest_r
     from transformers import Qwen3Config
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
-    config = compose("precision=jet_fp8", "actor_rollout_ref.rollout.enable_chunked_prefill=False", *RUNNABLE)
+    key = "actor_rollout_ref.rollout"
+    words = (f"{key}.enable_chunked_prefill=False", f"{key}.max_num_batched_tokens=64", f"{key}.max_num_seqs=256")
+    config = compose("precision=jet_fp8", *words, *RUNNABLE)
     rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-    assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (None, 8192)
+    # vLLM itself refuses fewer tokens than requests.
+    assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (None, 256)
     model = SimpleNamespace(hf_config=Qwen3Config(max_position_embeddings=40960))
     vLLMHttpServer._validate_configs(SimpleNamespace(config=rollout, model_config=model))
     assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (40960, 40960)

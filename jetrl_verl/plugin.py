@@ -15,16 +15,26 @@ import os
 from jetrl_verl.patches.after_import import announce, when_imported
 
 PATCHED_FOR_EVERY_PRECISION = {
-    "verl.utils.torch_functional": "log_probs",
-    "verl.trainer.ppo.v1.replay_buffer": "replay_buffer",
-    "verl.utils.model": "attention_name",
-    "verl.workers.rollout.vllm_rollout.vllm_rollout": "two_runs",
-    "verl.workers.rollout.vllm_rollout.utils": "two_runs",
-    "verl.workers.rollout.vllm_rollout.vllm_async_server": "generation",
-    "vllm.v1.engine.output_processor": "generation",
+    "log_probs": ("verl.utils.torch_functional",),
+    "replay_buffer": ("verl.trainer.ppo.v1.replay_buffer",),
+    "attention_name": ("verl.utils.model",),
+    "two_runs": (
+        "verl.workers.rollout.vllm_rollout.vllm_rollout",
+        "verl.workers.rollout.vllm_rollout.utils",
+    ),
+    "weight_sync": (
+        "verl.workers.rollout.vllm_rollout.vllm_rollout",
+        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
+    ),
+    "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
+    "generation": (
+        "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        "vllm.v1.engine.output_processor",
+    ),
 }
-"""Modules of verl and vLLM that are patched under every precision, baselines included, and the module of patches/:
-faster functions with equal results, ``attn_implementation=jetrl_varlen``, and a socket of the run's own."""
+"""Modules of patches/ that apply under every precision, baselines included, and the modules of verl and vLLM that each
+patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, and an
+end of the run where a rollout worker fails."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 
@@ -50,8 +60,9 @@ def _apply(target: str, module: str) -> None:
 def _install() -> None:
     when_imported("hydra", "jetrl: register", _register_with_hydra)
     when_imported(FSDP_ENGINE, "jetrl: attention", _register_attention)
-    for target, module in PATCHED_FOR_EVERY_PRECISION.items():
-        when_imported(target, f"jetrl: {module}", functools.partial(_apply, target, module))
+    for module, targets in PATCHED_FOR_EVERY_PRECISION.items():
+        for target in targets:
+            when_imported(target, f"jetrl: {module}", functools.partial(_apply, target, module))
 
     if os.environ.get("VERL_PLATFORM") == "cpu":
         from jetrl_verl import cpu_platform

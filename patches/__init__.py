@@ -23,6 +23,7 @@ MODULES = (
     "replay_buffer",
     "two_runs",
     "weight_sync",
+    "worker_errors",
 )
 
 

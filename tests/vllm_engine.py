@@ -93,7 +93,7 @@ def sync(worker, parts) -> None:
     from jetrl_verl.patches import weight_sync
     from jetrl_verl.sync.wire import packed
 
-    weight_sync.TIME_LIMIT.apply()
+    weight_sync.WATCH.apply()
     sender = BucketedWeightSender(worker._get_zmq_handle(), bucket_size_mb=1, use_shm=True)
     failures = []
 

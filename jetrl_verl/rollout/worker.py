@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from jetrl_verl.patches.worker_errors import told_to_the_server
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, Placement, live_routing
@@ -43,6 +44,7 @@ PlatformWorker = platform_worker()
 class JetWorker(PlatformWorker):
     """Worker of an engine with ``operations: shared`` or ``kv_cache: fp8``."""
 
+    @told_to_the_server()
     def load_model(self, **options: Any) -> None:
         """Load the stock model, then replace its operations, before anything runs and before there is a KV cache.
 
@@ -68,6 +70,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
     _jetrl_live: LiveMap | None = None
 
+    @told_to_the_server()
     def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
         """One weight sync.
 

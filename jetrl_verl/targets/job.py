@@ -1,11 +1,14 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hydra's callback of a non-bf16 precision: the checks of this machine, in the driver, right before the job starts."""
+"""Hydra's callback of a non-bf16 precision, in the driver: the checks of this machine right before the job starts, and
+the last line of a job that this package stopped."""
 
 import sys
 import traceback
 from typing import Any
 
+import ray
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
@@ -14,6 +17,10 @@ from jetrl_verl.config import environment, workers
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.row import UnsupportedConfiguration
+from jetrl_verl.patches.worker_errors import sentence_of
+
+REACHES = ("hydra.core.utils:JobReturn._return_value",)
+"""The exception of a failed job, whose public property raises it; scripts/reach.py watches it."""
 
 
 class JetCallback(Callback):
@@ -35,3 +42,10 @@ class JetCallback(Callback):
                 f"jetrl_verl: the checks before the job failed ({type(error).__name__}: {error}); report "
                 "the traceback above, or use precision=bf16."
             )
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        """End a job that this package stopped, in whichever process, with its sentence as the last line."""
+        if job_return.status == JobStatus.FAILED and (sentence := sentence_of(job_return._return_value)):
+            # Workers' lines are printed until Ray has ended.
+            ray.shutdown()
+            sys.exit(f"jetrl_verl: {sentence}")

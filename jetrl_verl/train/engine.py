@@ -17,7 +17,6 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.support.table import explained
 from jetrl_verl.models.plan import LinearPlan
-from jetrl_verl.patches import weight_sync
 from jetrl_verl.train.features import (
     Feature,
     InvariantScaling,
@@ -111,6 +110,3 @@ class JetFSDPEngine(_JetEngine, FSDPEngineWithLMHead):
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device="cuda", vendor="nvidia")
 class JetFSDPEngineWithValueHead(_JetEngine, FSDPEngineWithValueHead):
     """Critic under FSDP1 or FSDP2."""
-
-
-weight_sync.TIME_LIMIT.apply()

@@ -31,6 +31,8 @@ Short, since 64 sequences of the demo's policy go through a phase in half a seco
 """
 IN_THE_PHASE, AT_ITS_END = "in the phase", "at the phase's end"
 
+RAISED = "injected: no parameter of this name"
+
 VARIABLE = "JETRL_FAULT"
 MODULE = "fault_injector"
 
@@ -40,8 +42,9 @@ class Fault:
     """What happens where.
 
     Attributes:
-        kind: ``kill``, or ``nan``: one weight of the trainer becomes NaN after the update.
-        victim: one of ``VICTIMS``. phase: one of ``PHASES``. step: global step, from 1.
+        kind: ``kill``; ``raise``: the rollout raises in a sync; ``nan``: one weight of the trainer becomes NaN after
+            the update.
+        victim: one of ``VICTIMS``. phase: one of ``PHASES``. step: global step; 0 is the sync before the first one.
         folder: for process ids and records of what happened.
     """
 
@@ -196,7 +199,10 @@ def _arm(fault: Fault) -> None:
         cut = set()
 
         def loads(worker: Any) -> None:
-            if fault.phase == "sync" and fault.fired() is not None:
+            if fault.phase == "sync" and (fault.fired() is not None or fault.step == 0):
+                fault._record("fired", str(fault))
+                if fault.kind == "raise":
+                    raise ValueError(RAISED)
                 fault.strike()
 
         def begins(worker: Any) -> None:

@@ -1,8 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout worker that is dead ends the weight sync with an error in bounded time."""
+"""A rollout worker that is dead or has raised ends the weight sync with an error in bounded time."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -10,45 +11,75 @@ import torch
 import zmq
 from patch_home import home
 
-from jetrl_verl.patches.weight_sync import TIME_LIMIT
+from jetrl_verl.patches.weight_sync import WATCH
 
 
-def test_a_dead_rollout_worker_is_an_error_in_bounded_time(cpu_platform, monkeypatch, tmp_path):
-    """Nobody listens at the other end, as after a kill; stock verl's sender would wait for ever."""
+def send(address: str, call=None) -> float:
+    """Seconds that verl's sender takes to fail; ``call`` is Ray's of the workers."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    monkeypatch.setattr(home(TIME_LIMIT), "TIMEOUT_SECONDS", 1.0)
-    sender = BucketedWeightSender(f"ipc://{tmp_path}/socket", bucket_size_mb=1, use_shm=True)
+    if call is not None:
+        home(WATCH).CALLS[address] = call
+    sender = BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match="rollout worker did not answer within 1 s; it has died"):
+    try:
         asyncio.run(sender.async_send_weights(iter([("weight", torch.zeros(4))])))
-    assert time.monotonic() - started < 10
+    finally:
+        assert sender.socket is None and time.monotonic() - started < 15
 
 
-def test_a_worker_that_dies_between_buckets_is_an_error(cpu_platform, monkeypatch, tmp_path):
-    import threading
+def acknowledge(address: str, times: int) -> threading.Thread:
+    """A worker that goes away after some acknowledgements, as one that raises in ``load_weights`` does."""
 
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    monkeypatch.setattr(home(TIME_LIMIT), "TIMEOUT_SECONDS", 1.0)
-    address = f"ipc://{tmp_path}/socket"
-
-    def acknowledge_once_then_vanish() -> None:
+    def work() -> None:
         with zmq.Context() as context, context.socket(zmq.REP) as socket:
             socket.connect(address)
+            for _ in range(times):
+                socket.recv()
+                socket.send(b"")
             socket.recv()
-            socket.send(b"")
 
-    thread = threading.Thread(target=acknowledge_once_then_vanish)
+    thread = threading.Thread(target=work)
     thread.start()
-    sender = BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
-    with pytest.raises(RuntimeError, match="rollout worker (did not answer|went away)"):
-        asyncio.run(sender.async_send_weights(iter([("weight", torch.zeros(4))])))
+    return thread
+
+
+def test_a_worker_that_never_connects_is_an_error_in_bounded_time(cpu_platform, monkeypatch, tmp_path):
+    monkeypatch.setattr(home(WATCH), "TIMEOUT_SECONDS", 1.0)
+    with pytest.raises(RuntimeError, match="rollout worker did not answer within 1 s; it has died"):
+        send(f"ipc://{tmp_path}/socket")
+
+
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_worker_that_goes_away_is_an_error_at_once(cpu_platform, tmp_path, times):
+    """Before the buffer and before the last bucket; stock verl's sender would wait for ever."""
+    thread = acknowledge(f"ipc://{tmp_path}/socket", times)
+    with pytest.raises(RuntimeError, match="rollout worker went away"):
+        send(f"ipc://{tmp_path}/socket")
     thread.join()
 
 
-def test_a_request_lost_with_its_connection_is_an_error(cpu_platform):
-    """libzmq's state after a worker dies between the frames of a request: no request is pending."""
-    gone = pytest.raises(RuntimeError, match="rollout worker went away .*; it has died")
-    with zmq.Context() as context, context.socket(zmq.REQ) as socket, gone:
-        home(TIME_LIMIT)._TimedSocket(socket).recv()
+@pytest.mark.parametrize("connects", [True, False])
+def test_the_error_is_the_workers_own_where_ray_has_it(cpu_platform, tmp_path, monkeypatch, connects):
+    import ray
+
+    def get(call):
+        raise ValueError(call)
+
+    monkeypatch.setattr(ray, "wait", lambda calls, timeout: (calls, []))
+    monkeypatch.setattr(ray, "get", get)
+    thread = acknowledge(f"ipc://{tmp_path}/socket", 1) if connects else None
+    with pytest.raises(ValueError, match="layer 3 has no weight of that name"):
+        send(f"ipc://{tmp_path}/socket", "layer 3 has no weight of that name")
+    if thread is not None:
+        thread.join()
+    assert not home(WATCH).CALLS
+
+
+def test_the_trainers_rank_notes_the_call_of_its_workers(cpu_platform):
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    adapter = object.__new__(ServerAdapter)
+    adapter.zmq_handle, adapter._has_server = "ipc://somewhere", False
+    assert asyncio.run(adapter._execute_method("update_weights_from_ipc", non_block=True)) is None
+    assert not home(WATCH).CALLS

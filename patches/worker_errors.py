@@ -1,0 +1,102 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What a vLLM worker refuses reaches verl's trainer as an exception of its own, with its sentence.
+
+vLLM reports a worker that fails at start as "Engine core initialization failed. See root cause above", and one that
+fails in a call as a string inside others. The worker therefore writes the sentence to a file of its server, which
+raises it.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jetrl_verl.patches.patch import Patch
+
+FILE = "JETRL_WORKER_ERROR"
+"""Variable of the server and its workers: the file for the sentence, which exists once a worker has refused."""
+
+
+class WorkerError(RuntimeError):
+    """What a worker of vLLM refused, in one sentence."""
+
+
+_IN_A_CHECKOUT = ("WorkerError", "DamagedCheckpointError")
+"""Exceptions that ``jetrl patch`` writes into verl."""
+
+
+def sentence_of(error: BaseException | None) -> str:
+    """The sentence of an exception of this package, or of one that it was caused by; empty if there is none.
+
+    Ray wraps an exception once for each actor that it passes through.
+    """
+    while error is not None:
+        kind = type(error)
+        if kind.__module__.partition(".")[0] == "jetrl_verl" or kind.__name__ in _IN_A_CHECKOUT:
+            return str(error)
+        error = getattr(error, "cause", None) or error.__cause__
+    return ""
+
+
+@contextmanager
+def told_to_the_server() -> Iterator[None]:
+    """In a worker: write what this package raises to the server's file."""
+    try:
+        yield
+    except Exception as error:
+        if FILE in os.environ and (sentence := sentence_of(error)):
+            with open(os.environ[FILE], "w") as file:
+                file.write(sentence)
+        raise
+
+
+async def _raising_what_a_worker_refused(call: Any) -> Any:
+    try:
+        return await call
+    except Exception:
+        file = os.environ.get(FILE, "")
+        if not os.path.exists(file):
+            raise
+        with open(file) as lines:
+            sentence = lines.read()
+        os.remove(file)
+        raise WorkerError(sentence) from None
+
+
+async def launch_server(stock, self, *args: Any, **kwargs: Any) -> None:
+    file = os.path.join(tempfile.gettempdir(), f"jetrl-worker-error-{os.getpid()}")
+    if os.path.exists(file):  # of an earlier process of this number
+        os.remove(file)
+    os.environ[FILE] = file
+    await _raising_what_a_worker_refused(stock(self, *args, **kwargs))
+
+
+async def collective_rpc(stock, self, *args: Any, **kwargs: Any) -> None:
+    await _raising_what_a_worker_refused(stock(self, *args, **kwargs))
+
+
+_SYMPTOM = "what a rollout worker refuses stands in the middle of the log, and the run ends with another error"
+_UPSTREAM = "vLLM's front end passes on no exception of a worker; no issue is known"
+_UNTIL = "vLLM raises a worker's exception in its front end"
+
+START = Patch(
+    replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.launch_server",
+    sha256={"0.9.1": "38bac9a952e3183454225d1c1bcf6169d9e979ebfab77510d2c780a87bd3df5c"},
+    by=launch_server,
+    symptom=_SYMPTOM,
+    upstream=_UPSTREAM,
+    until=_UNTIL,
+    needed=False,
+)
+CALL = Patch(
+    replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.collective_rpc",
+    sha256={"0.9.1": "5b0e7f6f403c86ee0ec8b52db5ded38cece59af6fe7c38b851c6ab5263c739e5"},
+    by=collective_rpc,
+    symptom=_SYMPTOM,
+    upstream=_UPSTREAM,
+    until=_UNTIL,
+    needed=False,
+)
+PATCHES = (START, CALL)

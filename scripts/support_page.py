@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT))
 from jetrl_verl.config.support.algorithms import ALGORITHM_ROWS  # noqa: E402
 from jetrl_verl.config.support.limits import PINS, WGRAD_IN_TRITON  # noqa: E402
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS  # noqa: E402
+from jetrl_verl.config.support.operations import NOTE_ROWS  # noqa: E402
 from jetrl_verl.config.support.options import OPTION_ROWS  # noqa: E402
 from jetrl_verl.config.support.rollout import ROLLOUT_ROWS  # noqa: E402
 from jetrl_verl.config.support.row import EVERY, Row, Scope  # noqa: E402
@@ -82,8 +83,8 @@ SECTIONS = (
     ("The model's files", IN_THE_DRIVER + WITH_EVERY_PRECISION, rest(MODEL_ROWS)),
     (
         "Shared operations",
-        "Under `jetrl.operations=auto`, the default of `jet_fp8`, these make the operations `stock`, and a line on "
-        "stderr says so. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused; "
+        "Under `jetrl.operations=auto`, the default of `jet_fp8`, these make the operations `stock`, and a line at the "
+        "start of the run names each. Under `jetrl.operations=shared`, as `jet_fp8_exact` sets it, they are refused; "
         "`precision=jet_fp8 jetrl.operations=stock` or `precision=bf16` runs each of them.",
         of(SHARED),
     ),
@@ -94,8 +95,14 @@ SECTIONS = (
     ),
     (
         "Equality in every bit",
-        "Refused by `precision=jet_fp8_exact` alone; `precision=jet_fp8` runs each of them.",
+        "Refused by `precision=jet_fp8_exact` alone; `precision=jet_fp8` runs each of them, and a line at the start "
+        "names it.",
         of(EXACT),
+    ),
+    (
+        "What a line at the start names",
+        "FP8 training with these is neither refused nor less exact for the tokens that the current policy samples.",
+        NOTE_ROWS.values(),
     ),
     (
         "In a worker",
@@ -135,8 +142,9 @@ def cells(row: Row) -> tuple[str, ...]:
     leave = "" if uses and row.scope in (EVERY, SHARED, EXACT) else row.scope.leave
     setting = "; ".join(f"{', '.join(keys)} {text}" for text, keys in settings.items())
     scope = "" if row.scope is EVERY else row.scope.text
-    remedy = row.instead or f"Set {', or '.join(filter(None, [uses, leave]))}"
-    return tuple(cell.replace("actor_rollout_ref.", "") for cell in (row.feature, setting, scope, row.reason, remedy))
+    remedy = row.instead or f"Set {', or '.join(filter(None, [uses, row.fix, leave]))}"
+    reason = f"{row.reason}; {row.loses}" if row in NOTE_ROWS.values() else row.reason
+    return tuple(cell.replace("actor_rollout_ref.", "") for cell in (row.feature, setting, scope, reason, remedy))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ Only what the shared operations cannot do makes ``auto`` ``stock``; what merely 
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -23,10 +23,11 @@ from .job import Job
 from .model import overridden_fields, overrides_of_trainer, read_model
 from .options import PRECISIONS, JetConfig
 from .support.limits import PINS
+from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
-from .support.table import TABLE, explained, refusal, refusals, stock_because
+from .support.table import TABLE, inexact_because, losses, refusals, stock_because
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
@@ -69,13 +70,14 @@ def resolve(config: DictConfig) -> Job | None:
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
     why_stock = _why_stock(options, get)
+    inexact = () if options.train == UNQUANTIZED else (*why_stock, *inexact_because(get))
     if options.operations == "auto":
         options = replace(options, operations="stock" if why_stock else "shared")
-        because = why_stock or "the shared operations cover the whole job"
-        _say(f"jetrl_verl: jetrl.operations=auto is {options.operations}, since {because}.")
         _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
-    job = Job(options, why_stock, get(TENSOR_PARALLEL) or 1, versions, flash_attention_runs(get))
+    job = Job(options, inexact, get(TENSOR_PARALLEL) or 1, versions, flash_attention_runs(get))
+    for line in _start_lines(job, get):
+        _say(f"jetrl_verl: {line}")
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
     if options.old_log_probs == "rollout":
         # verl's own switch; what it does not do, the check, comes with the rollout's config.
@@ -141,40 +143,46 @@ def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:
     )
 
 
-def _why_stock(options: JetConfig, get: Get) -> str:
-    """Why operations are stock: the first thing that the shared ones do not cover, cheapest checks first.
+def _start_lines(job: Job, get: Get) -> Iterator[str]:
+    """Whether the two sides agree in every bit, and what the user loses; nothing about exactness of a baseline."""
+    if job.bit_equal:
+        yield "exact: log-probabilities of rollout and trainer agree in every bit, so k3_kl is 0."
+    for sentence in job.inexact:
+        yield f"exactness is OFF: {sentence}"
+    for sentence in losses(get, NOTE_ROWS):
+        yield f"note: {sentence}"
 
-    Empty if they are shared. With a remedy only where ``jetrl.operations=shared`` would be accepted.
-    """
-    if options.operations == "shared":
-        return ""
+
+def _why_stock(options: JetConfig, get: Get) -> list[str]:
+    """Why ``auto`` is ``stock``, a sentence for each thing that the shared operations do not cover."""
+    if options.operations != "auto":
+        return []
     if options.train == UNQUANTIZED:
-        return TABLE["operations_of_a_baseline"].reason
-    if options.operations == "stock":
-        return "jetrl.operations=stock"
-    for clause in stock_because(get):
-        return clause
-    return refusal("cpu").removesuffix(".") if on_cpu() else _uncovered_model(options, get)
+        return [TABLE["operations_of_a_baseline"].reason]
+    return list(stock_because(get)) or list(_uncovered(get))
 
 
-def _uncovered_model(options: JetConfig, get: Get) -> str:
-    """What the shared operations do not cover of the model, as far as it can be read without a copy."""
-    from jetrl_verl.models import family
+def _uncovered(get: Get) -> Iterator[str]:
+    """What the shared operations do not cover of the machine, or of the model as far as it is read without a copy."""
+    from jetrl_verl.models import Unsupported, family
 
+    if on_cpu():
+        yield TABLE["cpu"].loss(what="VERL_PLATFORM=cpu")
+        return
     path, trainer = get(f"{MODEL}.path"), overrides_of_trainer(get)
     try:
-        with explained(path, options.precision):
-            model = read_model(path)
-            config = {} if model is None else model.config
-            for message in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
-                return message.removesuffix(".")
-            if config:
-                decoder = family(config)
-                decoder.check_operations(decoder.as_trained(config, trainer))
+        model = read_model(path)
+        config = {} if model is None else model.config
+        for why in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
+            yield TABLE["overridden_model"].loss(why=why)
+        if config:
+            decoder = family(config)
+            for error in decoder.uncovered_operations(decoder.as_trained(config, trainer)):
+                yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
+    except Unsupported as error:
+        yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
     except UnsupportedConfiguration as error:
-        # Without the remedy, which is for a run that asked for `shared`.
-        return str(error).partition(". Set ")[0]
-    return ""
+        yield str(error)
 
 
 @cache

@@ -34,14 +34,14 @@ class Job:
 
     Attributes:
         options: of the run; ``operations`` is ``stock`` or ``shared``.
-        why_stock: why operations are stock, a clause; empty if they are shared.
+        inexact: why the log-probabilities of the two sides of FP8 training differ, a sentence with the remedy each.
         rollout_ranks: tensor-parallel size of the rollout; with a model's shapes it decides which layers fit.
         versions: installed release of each pinned package, on the driver.
         flash_attention: whether a model of the trainer runs flash-attn.
     """
 
     options: JetConfig
-    why_stock: str = ""
+    inexact: tuple[str, ...] = ()
     rollout_ranks: int = 1
     versions: Mapping[str, str | None] = field(default_factory=dict)
     flash_attention: bool = False
@@ -59,11 +59,12 @@ class Job:
         if node is None or "job" not in node or node["operations"] not in ("stock", "shared"):
             refuse("class_without_options", what="a jetrl node that is absent or was not resolved")
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
-        return cls(options, **(dict(node["job"]) | {"versions": dict(node["job"]["versions"])}))
+        facts = dict(node["job"])
+        return cls(options, **(facts | {"inexact": tuple(facts["inexact"]), "versions": dict(facts["versions"])}))
 
     def as_dict(self) -> dict[str, Any]:
         """The ``jetrl`` node: the options, and the rest under ``job``, as plain Python values."""
-        facts = asdict(self)
+        facts = {**asdict(self), "inexact": list(self.inexact)}
         return {**facts.pop("options"), "job": facts}
 
     @property
@@ -75,6 +76,11 @@ class Job:
     def exact(self) -> bool:
         """Whether the run stops where a log-probability of the two sides differs in a bit."""
         return self.options.precision == "jet_fp8_exact"
+
+    @property
+    def bit_equal(self) -> bool:
+        """Whether the log-probabilities of all tokens that the current policy samples agree in every bit."""
+        return self.shared and self.options.train != UNQUANTIZED and not self.inexact
 
     @property
     def cache(self) -> CacheTraits:
@@ -107,5 +113,5 @@ class Job:
     def facts(self) -> dict[str, str]:
         """What runs, for reports: the precision is a preset, whose options the user may have changed."""
         names = ("precision", "train", "rollout", "operations")
-        stock = {} if self.shared else {"stock operations because": self.why_stock}
-        return {name: getattr(self.options, name) for name in names} | stock
+        inexact = {"exactness is OFF": " ".join(self.inexact)} if self.inexact else {}
+        return {name: getattr(self.options, name) for name in names} | inexact

@@ -124,7 +124,7 @@ def overrides_of_trainer(get: Get, node: str = MODEL) -> dict[str, Any]:
 def overridden_fields(
     model: Mapping[str, Any], trainer: Mapping[str, Any], rollout: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Messages about fields that the shared operations read and that one side overrides.
+    """Fields that the shared operations read and that one side overrides, a clause each.
 
     Args:
         model: configuration of the model; empty where it cannot be read, and then every override counts.
@@ -139,7 +139,7 @@ def overridden_fields(
             # Without dropout the trainer computes what the rollout does.
             silenced = key in dropouts and value == 0
             if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
-                yield refusal("overridden_model", why=f"{where} overrides {key} of the model")
+                yield f"{where} overrides {key} of the model"
 
 
 def trained_models(get: Get) -> tuple[str, ...]:

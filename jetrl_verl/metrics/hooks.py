@@ -18,6 +18,12 @@ def install_in_trainer() -> None:
     add_debug_metrics("tail", _tail)
 
 
+def report_exactness(exact: bool, shared: bool) -> None:
+    """Add to every step of verl's trainer what the job promises, and whether its operations are shared; idempotent."""
+    metrics = {"jetrl/exact": float(exact), "jetrl/shared_operations": float(shared)}
+    run_after_advantages("exactness", lambda batch, algorithm: metrics)
+
+
 def install_in_actor() -> None:
     """Register the hook of the policy losses that verl's ``ppo_loss`` calls, in an actor; idempotent."""
     wrap_policy_losses("clipped shares", _with_clipped_shares)

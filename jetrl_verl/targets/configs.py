@@ -56,6 +56,7 @@ class JetRolloutConfig(RolloutConfig):
         self.engine_kwargs = {**self.engine_kwargs, "vllm": vllm_arguments(job, self.engine_kwargs.get("vllm"))}
         # verl's trainer builds this config before its first step; in every other process these do nothing.
         when_imported("verl.trainer.ppo.v1.trainer_base", "jetrl: tracker", TRACKER.apply)
+        hooks.report_exactness(job.bit_equal, job.shared)
         if job.options.metrics:
             hooks.install_in_trainer()
         if job.options.correction == "adaptive":

@@ -29,7 +29,7 @@ _RAY_PREFIX = re.compile(r"^(\([^()]* pid=\d+[^()]*\) ?)+")
 # exception that an actor passed on, and notes of a run's start, do not match.
 _ERROR_LINE = re.compile(
     r"^(([A-Za-z_][\w.]*)?(Error|Exception)(\([\w.]+\))?: (?!ray::)"
-    r"|jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: (?!warning: |jetrl\.operations=auto is ))\S"
+    r"|jetrl_verl(\.\w+)*\.[A-Z]\w*: |jetrl_verl: (?!warning: |note: |exact))\S"
 )
 
 

@@ -97,7 +97,9 @@ def test_options_of_each_precision(compose, precision, train, rollout, operation
     job = Job.of(config.jetrl)
     assert job.options == JetConfig(precision, train, rollout, operations=operations)
     assert config.jetrl.keys() == {*JetConfig.__dataclass_fields__, "job"}
-    assert job.rollout_ranks == 1 and job.versions.keys() == PINS.keys() and bool(job.why_stock) != job.shared
+    assert (
+        job.rollout_ranks == 1 and job.versions.keys() == PINS.keys() and bool(job.inexact) == (precision == "jet_fp8")
+    )
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
 
 
@@ -115,7 +117,7 @@ def test_two_precisions_differ_in_one_option(compose, precisions, option, overri
     first, second = (OmegaConf.to_container(compose(f"precision={name}", *overrides)) for name in precisions)
     assert first["jetrl"].pop(option) != second["jetrl"].pop(option)
     for node in (first["jetrl"], second["jetrl"]):
-        node["job"].pop("why_stock")
+        node["job"].pop("inexact")
     assert (first["jetrl"].pop("precision"), second["jetrl"].pop("precision")) == precisions
     assert first == second
 

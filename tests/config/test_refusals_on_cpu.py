@@ -107,9 +107,13 @@ def test_a_setting_of_a_row_is_refused_with_its_message(setting):
 def test_auto_is_stock_where_shared_operations_lack_support(entry, key, capsys):
     composition._say.cache_clear()
     config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", key: refused_value(entry, key)})
-    (clause,) = stock_because(reader(config))
-    assert resolve(config).why_stock == clause and config.jetrl.operations == "stock"
-    assert f"auto is stock, since {clause}." in capsys.readouterr().err
+    (sentence,) = stock_because(reader(config))
+    assert resolve(config).inexact == (sentence,) and config.jetrl.operations == "stock"
+    assert f"jetrl_verl: exactness is OFF: {sentence}\n" in capsys.readouterr().err
+    assert sentence == (
+        f"{key}={shown(refused_value(entry, key))} ({entry.reason}); k3_kl will be above 0. "
+        f"Set {key}={entry.settings[key].use}."
+    )
     resolve(config)
 
 

@@ -51,10 +51,11 @@ def run(composed, capsys):
 
     def _run(settings: dict, operations: str = "auto") -> tuple[str, str]:
         config = copy.deepcopy(composed)
-        for key, value in {"jetrl.operations": operations, **settings}.items():
+        one_update = {f"{ACTOR}.ppo_mini_batch_size": config.data.train_batch_size}
+        for key, value in {"jetrl.operations": operations, **one_update, **settings}.items():
             OmegaConf.update(config, key, value, force_add=True)
         job = resolve(config)
-        assert job.shared == (config.jetrl.operations == "shared") == (not job.why_stock)
+        assert job.shared == (config.jetrl.operations == "shared") and job.bit_equal == (job.shared and not job.inexact)
         for node in (f"{ACTOR}.fsdp_config", f"{ROLLOUT}.custom"):
             assert OmegaConf.select(config, f"{node}.jetrl.operations") == config.jetrl.operations
         return config.jetrl.operations, capsys.readouterr().err
@@ -66,37 +67,120 @@ def test_auto_is_shared_where_every_operation_is_supported(run, model):
     settings = {f"{MODEL}.path": model()}
     assert run(settings) == (
         "shared",
-        "jetrl_verl: jetrl.operations=auto is shared, since the shared operations cover the whole job.\n",
+        "jetrl_verl: exact: log-probabilities of rollout and trainer agree in every bit, so k3_kl is 0.\n",
     )
     assert run(settings) == ("shared", "")  # Hydra composes twice before a run; the line is printed once
 
 
+ABOVE = "k3_kl will be above 0"
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "lines"),
     [
-        {f"{ROLLOUT}.tensor_model_parallel_size": 2},
-        {f"{ROLLOUT}.calculate_log_probs": False},
-        {"trainer.v1.trainer_mode": "colocate_async"},
-        {"jetrl.unfit_layers": "skip"},
-        {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.temperature": 0},
-        {
-            f"{MODEL}.use_remove_padding": False,
-            f"{ROLLOUT}.temperature": 0.6,
-            f"{VLLM}.attention_backend": "FLASH_ATTN",
-        },
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 2}, []),
+        ({f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.temperature": 0}, []),
+        ({f"{MODEL}.use_remove_padding": False, f"{VLLM}.attention_backend": "FLASH_ATTN"}, []),
+        (
+            {f"{ROLLOUT}.calculate_log_probs": False},
+            [
+                f"OFF: {ROLLOUT}.calculate_log_probs=false (its log-probabilities are what is compared); nothing "
+                f"compares the two sides. Set {ROLLOUT}.calculate_log_probs=true."
+            ],
+        ),
+        (
+            {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sync.parameter_sync_step": 4},
+            [
+                f"OFF: trainer.v1.trainer_mode=colocate_async (samples are of an older policy); {ABOVE}. "
+                "Set trainer.v1.trainer_mode=sync.",
+                "OFF: trainer.v1.sync.parameter_sync_step=4 (all but the first were sampled before an update); "
+                f"{ABOVE}. Set trainer.v1.sync.parameter_sync_step=1.",
+            ],
+        ),
+        (
+            {"skip.rollout.enable": True},
+            [f"OFF: skip.rollout.enable=true (another policy sampled them); {ABOVE}. Set skip.rollout.enable=false."],
+        ),
+        (
+            {f"{ROLLOUT}.agent.agent_loop_config_path": "a.yaml"},
+            [
+                f"OFF: {ROLLOUT}.agent.agent_loop_config_path=a.yaml (a request with its own top_p or temperature has "
+                "log-probabilities that the trainer does not compute); k3_kl may be above 0. "
+                f"Set {ROLLOUT}.agent.agent_loop_config_path=null."
+            ],
+        ),
+        (
+            {"jetrl.unfit_layers": "skip"},
+            [
+                f"OFF: jetrl.unfit_layers=skip (a BF16 linear layer is not shared); {ABOVE} where a layer is left out. "
+                "Set jetrl.unfit_layers=stop."
+            ],
+        ),
     ],
     ids=str,
 )
-def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings):
+def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings, lines):
     settings |= {f"{MODEL}.path": model()}
-    assert run(settings)[0] == run(settings, "shared")[0] == "shared"
+    operations, stderr = run(settings)
+    lines = [line.replace("OFF: ", "exactness is OFF: ") for line in lines] or [
+        "exact: log-probabilities of rollout and trainer agree in every bit, so k3_kl is 0."
+    ]
+    assert stderr.splitlines() == [f"jetrl_verl: {line}" for line in lines]
+    assert operations == run(settings, "shared")[0] == "shared"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {f"{ACTOR}.ppo_mini_batch_size": 64},
+            f"{ACTOR}.ppo_mini_batch_size=64 (weights move between the updates of a step); the ratios of later updates "
+            f"carry FP8's rounding. Set {ACTOR}.ppo_mini_batch_size to data.train_batch_size, or clip=calibrated.",
+        ),
+        (
+            {f"{ACTOR}.ppo_epochs": 2},
+            f"{ACTOR}.ppo_epochs=2 (weights move between the updates of a step); the ratios of later updates carry "
+            f"FP8's rounding. Set {ACTOR}.ppo_epochs=1, or clip=calibrated.",
+        ),
+        ({f"{ACTOR}.ppo_epochs": 2, "jetrl.clip": "calibrated"}, ""),
+        *(
+            (
+                {key: True},
+                "jetrl.ref=bf16 (the actor runs in FP8); the KL term carries FP8's rounding. Set jetrl.ref=fp8.",
+            )
+            for key in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
+        ),
+        ({f"{ACTOR}.use_kl_loss": True, "jetrl.ref": "fp8"}, ""),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("precision", ["jet_fp8", "jet_fp8_exact"])
+def test_what_an_exact_run_loses_is_one_line(run, model, settings, line, precision):
+    operations = "auto" if precision == "jet_fp8" else "shared"
+    _, stderr = run(settings | {f"{MODEL}.path": model(), "jetrl.precision": precision}, operations)
+    exact, *notes = stderr.splitlines()
+    assert exact.startswith("jetrl_verl: exact: ") and notes == ([f"jetrl_verl: note: {line}"] if line else [])
+
+
+def test_stock_operations_and_baselines(run, model):
+    settings = {f"{MODEL}.path": model(), f"{MODEL}.use_liger": True}
+    assert run(settings, "stock")[1] == (
+        "jetrl_verl: exactness is OFF: jetrl.operations=stock (each side runs its own norms, attention and logits); "
+        f"{ABOVE}. Set jetrl.operations=shared.\n"
+    )
+    assert run(settings)[1] == (
+        f"jetrl_verl: exactness is OFF: {MODEL}.use_liger=true (Liger kernels replace norms and MLPs); {ABOVE}. "
+        f"Set {MODEL}.use_liger=false.\n"
+    )
+    baseline = {"jetrl.precision": "fp8_rollout", "jetrl.train": "bf16", f"{ACTOR}.use_kl_loss": True}
+    assert run(settings | baseline) == ("stock", "")
 
 
 def test_the_cpu_platform_makes_auto_stock(run, model, monkeypatch):
     settings = {f"{MODEL}.path": model()}
     assert run(settings | {"jetrl.kv_cache": "fp8"})[0] == "shared"
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert "since the shared operations are slow on a CPU" in run(settings)[1]
+    assert "exactness is OFF: VERL_PLATFORM=cpu (the shared operations are slow there: " in run(settings)[1]
     with pytest.raises(UnsupportedConfiguration, match="jetrl.kv_cache=fp8 is not supported with .*operations=stock"):
         run(settings | {"jetrl.kv_cache": "fp8"})
     assert run(settings, "shared") == ("shared", "")  # slow, not impossible
@@ -114,19 +198,20 @@ def test_the_cpu_platform_makes_auto_stock(run, model, monkeypatch):
 )
 def test_auto_is_stock_where_the_job_overrides_the_model_config(run, model, key, value, named):
     operations, stderr = run({f"{MODEL}.path": model(num_hidden_layers=2), key: value})
-    assert (
-        operations == "stock"
-        and f"since {key} overrides {named} of the model. Set jetrl.operations=shared if" in stderr
-    )
+    assert operations == "stock" and f"({key} overrides {named} of the model); {ABOVE}. Set jetrl.operations=" in stderr
 
 
 @pytest.mark.parametrize("node", [f"{MODEL}.override_config", f"{MODEL}.override_config.model_config"])
 def test_auto_is_shared_where_the_trainer_turns_dropout_off(run, model, node):
     path = model(model_type="seed_oss", num_hidden_layers=2)
     published = {f"{MODEL}.path": path}
-    assert run(published)[1].endswith(": the shared operations do not cover attention dropout.\n")
+    attention, residual = run(published)[1].splitlines()
+    assert attention == (
+        f"jetrl_verl: exactness is OFF: the model {path} (the shared operations do not cover attention dropout); "
+        f"{ABOVE}. Set {MODEL}.override_config.attention_dropout=0."
+    )
     half = published | {f"{node}.attention_dropout": 0}
-    assert run(half)[1].endswith(": the shared operations do not cover residual dropout.\n")
+    assert run(half)[1] == "" and "residual dropout" in residual  # each line is printed once
     assert run(half | {f"{node}.residual_dropout": 0.0})[0] == "shared"
 
 
@@ -138,7 +223,7 @@ def test_overrides_that_no_operation_reads_keep_auto_shared(run, model):
 
 
 def test_auto_is_stock_for_a_missing_model(run):
-    assert "since the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
+    assert "exactness is OFF: the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
 
 
 def test_auto_is_shared_for_a_remote_model_unless_the_job_overrides_it(run):

@@ -190,14 +190,14 @@ def test_a_model_that_varlen_attention_does_not_support_is_refused(model, name):
 
 @pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.scope is AUTO])
 def test_auto_is_stock_where_shared_may_be_asked_for(model, monkeypatch, name, capsys):
-    settings, why = {f"{MODEL}.path": model()}, ""
+    settings, what, why = {f"{MODEL}.path": model()}, "VERL_PLATFORM=cpu", ""
     if name == "cpu":
         monkeypatch.setenv("VERL_PLATFORM", "cpu")
     else:
         settings[f"{MODEL}.override_config"] = {"rope_theta": 1e6}
-        why = f"{MODEL}.override_config overrides rope_theta of the model"
+        what, why = "", f"{MODEL}.override_config overrides rope_theta of the model"
     assert not resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})).shared
-    assert f"auto is stock, since {refusal(name, why=why)}" in capsys.readouterr().err
+    assert f"exactness is OFF: {TABLE[name].loss(what=what, why=why)}\n" in capsys.readouterr().err
     assert resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})).shared
 
 

@@ -16,6 +16,7 @@ _PINNED = "Set up the pinned release, or precision=bf16"
 _SMALLER = f"Set a smaller {TENSOR_PARALLEL}"
 _SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
 _DROPOUT = f"{MODEL}.override_config.attention_dropout=0"
+_RESIDUAL_DROPOUT = f"{MODEL}.override_config.residual_dropout=0"
 
 MACHINE_ROWS: dict[str, Row] = {
     "version": Row("a release of verl, vLLM, torch or transformers other than the pinned one", instead=_PINNED),
@@ -37,7 +38,7 @@ MACHINE_ROWS: dict[str, Row] = {
     "no_flash_attention_3": Row("vLLM without FlashAttention 3", scope=SHARED),
     "cpu": Row(
         "a CPU",
-        "the shared operations are slow on a CPU (exact sums in float64)",
+        "the shared operations are slow there: exact sums in float64",
         scope=AUTO,
         instead="Set jetrl.operations=shared if that is what you want",
     ),
@@ -126,9 +127,7 @@ MODEL_ROWS: dict[str, Row] = {
     "sliding_window": Row("sliding windows", scope=SHARED),
     "soft_cap": Row("soft-capped scores or logits", scope=SHARED),
     "logit_scale": Row("scaled logits", scope=SHARED),
-    "attention_dropout": Row("attention dropout", scope=SHARED, instead=f"Set {_DROPOUT}, or {SHARED.leave}"),
-    "residual_dropout": Row(
-        "residual dropout", scope=SHARED, instead=f"Set {MODEL}.override_config.residual_dropout=0, or {SHARED.leave}"
-    ),
+    "attention_dropout": Row("attention dropout", scope=SHARED, fix=_DROPOUT),
+    "residual_dropout": Row("residual dropout", scope=SHARED, fix=_RESIDUAL_DROPOUT),
 }
 """What the model's ``config.json`` shows."""

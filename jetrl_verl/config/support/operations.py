@@ -1,10 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of the composed configuration that the shared operations cannot do, and those that only equality in every bit
-excludes: the two classes of docs/architecture.md, "Zero mismatch".
+"""Rows of the composed configuration that the shared operations cannot do, those that only equality in every bit
+excludes, the two classes of docs/architecture.md, "Zero mismatch", and those that a run is told of.
 """
 
-from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Row, Values, other_than
+from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED
+
+from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
 from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
 _PROCESSED = other_than("processed_logprobs")
@@ -14,7 +16,7 @@ SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
     "fused_kernels": Row(
         "fused kernels",
-        "they replace the logits and log-probabilities",
+        "fused kernels replace the logits and log-probabilities",
         {f"{MODEL}.use_fused_kernels": NOT_FALSE},
         scope=SHARED,
     ),
@@ -24,8 +26,12 @@ SHARED_ROWS: dict[str, Row] = {
         {f"{MODEL}.hf_config_path": SET},
         scope=SHARED,
     ),
-    "liger": Row("Liger kernels", "they replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}, scope=SHARED),
-    "tiled_mlp": Row("tiled MLPs", "they replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}, scope=SHARED),
+    "liger": Row(
+        "Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}, scope=SHARED
+    ),
+    "tiled_mlp": Row(
+        "tiled MLPs", "tiled MLPs replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}, scope=SHARED
+    ),
     "prefix_grouper": Row(
         "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}, scope=SHARED
     ),
@@ -70,7 +76,7 @@ SHARED_ROWS: dict[str, Row] = {
     ),
     "logprobs_mode": Row(
         "raw log-probabilities",
-        "they are not of the sampling distribution",
+        "raw log-probabilities are not of the sampling distribution",
         {f"{ROLLOUT}.logprobs_mode": _PROCESSED, f"{VLLM}.logprobs_mode": _PROCESSED},
         scope=SHARED,
     ),
@@ -94,13 +100,14 @@ SHARED_ROWS: dict[str, Row] = {
 EXACT_ROWS: dict[str, Row] = {
     "exact_log_probs": Row(
         "a rollout without log-probabilities",
-        "they are what is compared",
+        "its log-probabilities are what is compared",
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
         scope=EXACT,
+        loses="nothing compares the two sides",
     ),
     "exact_stale_samples": Row(
         "samples of an older policy",
-        "it trains on samples of the current policy",
+        "samples are of an older policy",
         {"trainer.v1.trainer_mode": other_than("sync")},
         scope=EXACT,
     ),
@@ -113,6 +120,7 @@ EXACT_ROWS: dict[str, Row] = {
             f"{ROLLOUT}.agent.default_agent_loop": other_than("single_turn_agent", "tool_agent"),
         },
         scope=EXACT,
+        loses="k3_kl may be above 0",
     ),
     "exact_kept_rollouts": Row(
         "rollouts read from a folder",
@@ -127,3 +135,47 @@ EXACT_ROWS: dict[str, Row] = {
         scope=EXACT,
     ),
 }
+
+
+def _in_fp8(get: Get) -> bool:
+    return get("jetrl.train") in TRAINED
+
+
+def _several_batches(get: Get) -> bool:
+    """Whether a batch of rollouts is several mini-batches; calibrated bounds make up for what their ratios carry."""
+    sizes = get(f"{ACTOR}.ppo_mini_batch_size"), get("data.train_batch_size")
+    return _in_fp8(get) and get("jetrl.clip") == "fixed" and None not in sizes and sizes[0] < sizes[1]
+
+
+def _divergence(get: Get) -> bool:
+    return _in_fp8(get) and bool(get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward"))
+
+
+_RATIOS = "the ratios of later updates carry FP8's rounding"
+
+NOTE_ROWS: dict[str, Row] = {
+    "several_mini_batches": Row(
+        "several mini-batches per batch of rollouts",
+        "weights move between the updates of a step",
+        {f"{ACTOR}.ppo_mini_batch_size": Values("below `data.train_batch_size`", lambda value: True, "")},
+        scope=Scope("", _several_batches),
+        instead=f"Set {ACTOR}.ppo_mini_batch_size to data.train_batch_size, or clip=calibrated",
+        loses=_RATIOS,
+    ),
+    "several_epochs": Row(
+        "several epochs per batch of rollouts",
+        "weights move between the updates of a step",
+        {f"{ACTOR}.ppo_epochs": above(1)},
+        scope=Scope("", lambda get: _in_fp8(get) and get("jetrl.clip") == "fixed"),
+        instead=f"Set {ACTOR}.ppo_epochs=1, or clip=calibrated",
+        loses=_RATIOS,
+    ),
+    "bf16_reference": Row(
+        "a BF16 reference policy of FP8 training with a KL term",
+        "the actor runs in FP8",
+        {"jetrl.ref": one_of(UNQUANTIZED, use=TRAINED[0])},
+        scope=Scope("", _divergence),
+        loses="the KL term carries FP8's rounding",
+    ),
+}
+"""Neither refused nor a difference of the sampled tokens' log-probabilities; the start of a run names them."""

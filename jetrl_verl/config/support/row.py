@@ -61,6 +61,8 @@ class Row:
         settings: key -> values that ask for the feature; empty if code finds it.
         scope: with what it is not supported; the Y of the message.
         instead: the remedy; empty for the setting's value and the scope's.
+        fix: the setting that takes the feature away, where ``settings`` does not say it.
+        loses: what a run that is not refused loses.
     """
 
     feature: str
@@ -68,6 +70,8 @@ class Row:
     settings: Mapping[str, Values] = field(default_factory=dict)
     scope: Scope = EVERY
     instead: str = ""
+    fix: str = ""
+    loses: str = "k3_kl will be above 0"
 
     def met(self, get: Get) -> Iterator[dict[str, Any]]:
         """``key`` and ``value`` of each of its settings that is not supported in a job."""
@@ -94,12 +98,21 @@ class Row:
 
     def remedy(self, key: str = "") -> str:
         """``Set Z``, for a setting of the row or without one."""
-        setting = f"{key}={self.settings[key].use}" if key in self.settings else ""
-        return self.instead or f"Set {', or '.join(filter(None, (setting, self.scope.leave)))}"
+        return self.instead or f"Set {', or '.join(filter(None, (self._setting(key), self.scope.leave)))}"
+
+    def _setting(self, key: str) -> str:
+        return f"{key}={self.settings[key].use}" if key in self.settings else self.fix
 
     def message(self, get: Get | None = None, *, key: str = "", remedy: str = "", **words: Any) -> str:
         """``X is not supported with Y: why. Set Z.``; further arguments of :meth:`clause`."""
         return f"{self.clause(get, key=key, **words)}. {remedy or self.remedy(key)}."
+
+    def loss(self, *, key: str = "", value: Any = "", what: str = "", why: str = "") -> str:
+        """``X (why); what the run loses. Set Z.`` of a run that is not refused; arguments of :meth:`clause`."""
+        what = what or (f"{key}={value}" if key else self.feature)
+        setting, kept = self._setting(key), "" if self.scope.text else self.instead
+        remedy = kept or (f"Set {setting}" if setting else "No setting changes that")
+        return f"{what} ({why or self.reason}); {self.loses}. {remedy}."
 
 
 def shown(value: Any) -> str:

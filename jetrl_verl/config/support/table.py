@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from .algorithms import ALGORITHM_ROWS
 from .machine import MACHINE_ROWS, MODEL_ROWS
-from .operations import EXACT_ROWS, SHARED_ROWS
+from .operations import EXACT_ROWS, NOTE_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
 from .rollout import ROLLOUT_ROWS
 from .row import Get, Row, UnsupportedConfiguration
+from .scopes import EXACT
 from .training import TRAINING_ROWS
 from .workers import COMMAND_ROWS, WORKER_ROWS
 
@@ -21,7 +22,15 @@ if TYPE_CHECKING:
 COMPOSITION_ROWS: dict[str, Row] = {**TRAINING_ROWS, **ROLLOUT_ROWS, **SHARED_ROWS, **EXACT_ROWS, **ALGORITHM_ROWS}
 """Rows that the composed configuration shows, in the order of the check."""
 
-TABLE: dict[str, Row] = {**OPTION_ROWS, **COMPOSITION_ROWS, **MACHINE_ROWS, **MODEL_ROWS, **WORKER_ROWS, **COMMAND_ROWS}
+TABLE: dict[str, Row] = {
+    **OPTION_ROWS,
+    **COMPOSITION_ROWS,
+    **NOTE_ROWS,
+    **MACHINE_ROWS,
+    **MODEL_ROWS,
+    **WORKER_ROWS,
+    **COMMAND_ROWS,
+}
 """All rows by name."""
 
 
@@ -48,15 +57,34 @@ def refusals(get: Get, rows: Mapping[str, Row] = COMPOSITION_ROWS) -> Iterator[s
             yield row.message(get, **words)
 
 
+def as_exact(get: Get) -> Get:
+    """Reads a configuration as if it had asked for ``jet_fp8_exact``, to find what that would refuse."""
+
+    def read(key: str) -> Any:
+        if key == "jetrl.precision":
+            return "jet_fp8_exact"
+        value = get(key)
+        return "shared" if key == "jetrl.operations" and value == "auto" else value
+
+    return read
+
+
 def stock_because(get: Get) -> Iterator[str]:
-    """Why a composed configuration makes ``jetrl.operations=auto`` ``stock``: ``X is not supported with Y: why``."""
+    """Why a composed configuration makes ``jetrl.operations=auto`` ``stock``; see :meth:`Row.loss`."""
+    yield from losses(lambda key: "shared" if key == "jetrl.operations" else get(key), SHARED_ROWS)
 
-    def as_shared(key: str) -> Any:
-        return "shared" if key == "jetrl.operations" else get(key)
 
-    for row in SHARED_ROWS.values():
-        for words in row.met(as_shared):
-            yield row.clause(**words)
+def inexact_because(get: Get) -> Iterator[str]:
+    """What else makes a composed configuration differ in the last bits; see :meth:`Row.loss`."""
+    rows = {**OPTION_ROWS, **EXACT_ROWS}
+    yield from losses(as_exact(get), {name: row for name, row in rows.items() if row.scope is EXACT})
+
+
+def losses(get: Get, rows: Mapping[str, Row]) -> Iterator[str]:
+    """What a composed configuration loses by the rows that it meets; see :meth:`Row.loss`."""
+    for row in rows.values():
+        for words in row.met(get):
+            yield row.loss(**words)
 
 
 def model_refusal(error: "Unsupported", path: str, precision: str) -> str:

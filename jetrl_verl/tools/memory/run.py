@@ -7,7 +7,6 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from rich.box import SIMPLE_HEAD
@@ -16,8 +15,9 @@ from rich.table import Table
 
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.model import cache_message, overridden_fields, overrides_of_trainer
+from jetrl_verl.config.support.operations import NOTE_ROWS
 from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED, VLLM
-from jetrl_verl.config.support.table import TABLE, model_refusal
+from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal, refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
@@ -124,21 +124,15 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
     """Effect and message of each setting, and of the model, that costs exactness in a job composed under ``jet_fp8``.
     The message is the one with which ``jet_fp8_exact`` refuses it (config/support)."""
     get = reader(config)
-    overrides = overrides_of_trainer(get)
-    automatic = get("jetrl.operations") == "auto"
-
-    def as_exact(key: str) -> Any:
-        if key == "jetrl.operations" and automatic:
-            return "shared"
-        return "jet_fp8_exact" if key == "jetrl.precision" else get(key)
+    exact, overrides = as_exact(get), overrides_of_trainer(get)
 
     costs = []
-    for row in TABLE.values():
-        for words in row.met(as_exact):
+    for row in (row for name, row in TABLE.items() if name not in NOTE_ROWS):
+        for words in row.met(exact):
             effect = {SHARED: STOCK, EXACT: INEXACT}.get(row.scope, REFUSED)
             if effect == INEXACT and words["key"] == "jetrl.operations":
                 effect = STOCK
-            costs.append((effect, row.message(as_exact, **words)))
+            costs.append((effect, row.message(exact, **words)))
     try:
         plan_linears(model.config, tp)
     except UnsupportedLayer as error:
@@ -146,9 +140,9 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
     decoder = family(model.config)
     for error in decoder.uncovered_operations(decoder.as_trained(model.config, overrides)):
         costs.append((STOCK, model_refusal(error, model.name, "jet_fp8_exact")))
-    if automatic:
-        rollout = get(f"{VLLM}.hf_overrides") or {}
-        costs += [(STOCK, message) for message in overridden_fields(model.config, overrides, rollout)]
+    if get("jetrl.operations") == "auto":
+        clauses = overridden_fields(model.config, overrides, get(f"{VLLM}.hf_overrides") or {})
+        costs += [(STOCK, refusal("overridden_model", why=why)) for why in clauses]
     cache = CACHES[get("jetrl.kv_cache")]
     if cache.quantized and (message := cache_message(model.config, model.name, cache)):
         costs.append((REFUSED, message))

@@ -27,7 +27,7 @@ from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
-from .support.table import TABLE, inexact_because, losses, refusals, stock_because
+from .support.table import TABLE, inexact_because, loss_of, losses, refusals, stock_because
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
@@ -95,9 +95,8 @@ def _raise_batched_tokens(config: DictConfig, get: Get) -> None:
     tokens, sequences = get(key), get(f"{ROLLOUT}.max_num_seqs")
     if tokens is not None and sequences is not None and tokens < sequences:
         OmegaConf.update(config, key, sequences)
-        _say(
-            f"jetrl_verl: {key} is {sequences} instead of {tokens}, since vLLM needs a token for each of max_num_seqs."
-        )
+        why = "since vLLM needs a token for each of max_num_seqs"
+        _say(f"jetrl_verl: note: {key} is {sequences} instead of {tokens}, {why}.")
 
 
 def parse(node: Mapping[str, Any]) -> JetConfig:
@@ -182,7 +181,7 @@ def _uncovered(get: Get) -> Iterator[str]:
     except Unsupported as error:
         yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
     except UnsupportedConfiguration as error:
-        yield str(error)
+        yield loss_of(error)
 
 
 @cache

@@ -223,7 +223,7 @@ def test_overrides_that_no_operation_reads_keep_auto_shared(run, model):
 
 
 def test_auto_is_stock_for_a_missing_model(run):
-    assert "exactness is OFF: the model folder /no/model does not exist." in run({f"{MODEL}.path": "/no/model"})[1]
+    assert "exactness is OFF: the model folder /no/model does not exist; " in run({f"{MODEL}.path": "/no/model"})[1]
 
 
 def test_auto_is_shared_for_a_remote_model_unless_the_job_overrides_it(run):

@@ -62,5 +62,9 @@ def train(
     log = (folder / "run.log").read_text()
     assert ended == status, log[-3000:]
     metrics = [data for _, data in load_run(folder).records if MISMATCH in data]
+    if precision != "bf16":
+        ((exact, shared),) = {(step["jetrl/exact"], step["jetrl/shared_operations"]) for step in metrics}
+        assert exact == shared == 1 or precision != "jet_fp8_exact"
+        assert not exact or all(step[MISMATCH] == 0 for step in metrics), "what the job promises"
     series = baseline_series(folder)
     return Run(metrics, SYNC.findall(log), log, dict(zip(series.steps, series.values)) if series else {})

@@ -39,6 +39,8 @@ class Scope:
         return f"{name}={shown(get(self.key))}"
 
 
+NO_REMEDY = "No setting changes that"
+
 EVERY = Scope("every precision but bf16", lambda get: True, "precision=bf16", key="jetrl.precision")
 
 
@@ -111,7 +113,7 @@ class Row:
         """``X (why); what the run loses. Set Z.`` of a run that is not refused; arguments of :meth:`clause`."""
         what = what or (f"{key}={value}" if key else self.feature)
         setting, kept = self._setting(key), "" if self.scope.text else self.instead
-        remedy = kept or (f"Set {setting}" if setting else "No setting changes that")
+        remedy = kept or (f"Set {setting}" if setting else NO_REMEDY)
         return f"{what} ({why or self.reason}); {self.loses}. {remedy}."
 
 

@@ -31,7 +31,7 @@ def test_cfg_job_prints_a_refusal_and_no_traceback(tmp_path):
     assert refused.returncode == 1
     assert refused.stdout == ""
     assert (
-        "strategy=megatron is not supported with precision=jet_fp8: training runs under FSDP (model_engine=dp). Set "
+        "model_engine=megatron is not supported with precision=jet_fp8: training runs under FSDP. Set model_engine=dp"
         in refused.stderr
     )
     assert "Traceback" not in refused.stderr

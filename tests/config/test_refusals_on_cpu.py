@@ -141,8 +141,8 @@ def test_a_vllm_argument_in_json_is_read_like_a_mapping(argument, value):
 
 JET, SHARED, EXACT = "precision=jet_fp8", "precision=bf16_shared", f"precision=jet_fp8_exact {ONE_GPU}"
 SENTENCES = {
-    f"{JET} model_engine=megatron": f"{ACTOR}.strategy=megatron is not supported with precision=jet_fp8: training runs "
-    f"under FSDP (model_engine=dp). Set {ACTOR}.strategy=fsdp2, or precision=bf16.",
+    f"{JET} model_engine=megatron": "model_engine=megatron is not supported with precision=jet_fp8: training runs "
+    "under FSDP. Set model_engine=dp, or precision=bf16.",
     f"{JET} +{VLLM}.tensor_parallel_size=4": f"{VLLM}.tensor_parallel_size=4 is not supported with "
     f"{TENSOR_PARALLEL}=2: the trainer reads the rollout's, which says which layers fit. "
     f"Set {VLLM}.tensor_parallel_size=null.",

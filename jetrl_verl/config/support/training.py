@@ -27,8 +27,8 @@ def _masked(get: Get) -> bool:
 TRAINING_ROWS: dict[str, Row] = {
     "engine": Row(
         "Megatron, VeOmni, TorchTitan and other engines",
-        "training runs under FSDP (model_engine=dp)",
-        {f"{ACTOR}.strategy": _FSDP, f"{REF}.strategy": _FSDP},
+        "training runs under FSDP",
+        {"model_engine": other_than("dp"), f"{ACTOR}.strategy": _FSDP, f"{REF}.strategy": _FSDP},
     ),
     "qat": Row(
         "quantization-aware training",

@@ -1,0 +1,115 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of overrides with values of verl's own scripts, drawn by a seed, and what a precision's driver says to one."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+import yaml
+from hydra import compose
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig
+from tiny_models import save_policy
+
+from jetrl_verl.targets.job import JetCallback
+from jetrl_verl.tools.demo import task
+
+ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan")
+SENTENCE = re.compile(r"[^.]\S.*[^.]\. (Set|Check) .+\.")
+_TABLE = yaml.load((Path(__file__).parent / "verl_values.yaml").read_text(), yaml.BaseLoader)
+_ENGINE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Overrides of one to eight keys, and whether all of them are harmless."""
+
+    words: tuple[str, ...]
+    harmless: bool
+
+
+def draws(count: int = 300, seed: int = 0) -> list[Draw]:
+    """Every other set of harmless keys alone, the rest of all keys; one in ten of these for another engine.
+
+    Call it where Hydra is initialized with verl's configuration: a key that it lacks is added with ``+``.
+    """
+    random, sets = Random(seed), []
+    for i in range(count):
+        harmless, pool, words = i % 2 == 0, dict(_values("harmless")), []
+        if not harmless:
+            pool |= dict(_values("others"))
+            if random.random() < _ENGINE_SHARE:
+                engine = random.choice(ENGINES)
+                pool |= {key: values for key, values in _values("engines") if engine in key.split(".")}
+                words = [f"model_engine={engine}"]
+        known = _known_keys(*words)
+        for key in random.sample(sorted(pool), random.randint(1, 8)):
+            words.append(f"{'' if key in known else '+'}{key}={random.choice(pool[key])}")
+        sets.append(Draw(tuple(words), harmless))
+    return sets
+
+
+def write_inputs(folder: Path) -> tuple[str, ...]:
+    """What a user replaces in a script: paths of a small policy and of data, which are written here, and one device.
+
+    The policy has as many positions as Qwen3, as scripts ask for 40,960 tokens, and fits up to eight GPUs.
+    """
+    fields = dict(max_position_embeddings=40960, num_attention_heads=8, num_key_value_heads=8, intermediate_size=2048)
+    policy, data = save_policy(folder / "policy", "qwen3", **fields), folder / "data.parquet"
+    task.write_parquet(task.make_splits(task.TaskConfig(warmup=0, train=0, test=8))["test"], "test", data)
+    return (
+        f"actor_rollout_ref.model.path={policy}",
+        f"critic.model.path={policy}",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.nnodes=1",
+    )
+
+
+def driver_says(words: Iterable[str]) -> str:
+    """Compose as the driver does and run its checks up to where Ray starts; the message of a refusal, or "".
+
+    Raises:
+        HydraException: verl has no such key or value.
+    """
+    try:
+        config = compose("ppo_trainer", overrides=list(words))
+    except HydraException as error:
+        if error.__cause__ is None and SENTENCE.fullmatch(str(error)):
+            return str(error)
+        raise
+    try:
+        JetCallback().on_job_start(config)
+    except SystemExit as refusal:
+        return str(refusal.code).removeprefix("jetrl_verl: ")
+    return ""
+
+
+def _values(section: str) -> Iterator[tuple[str, list[str]]]:
+    for node, leaves in _TABLE[section].items():
+        for leaf, values in leaves.items():
+            yield f"{node}.{leaf}", values
+
+
+@cache
+def _known_keys(*words: str) -> set[str]:
+    """Keys of verl's configuration with ``words``; none for an engine that its scripts name and it does not have."""
+    try:
+        return set(_keys(compose("ppo_trainer", overrides=list(words))))
+    except MissingConfigException:
+        return set()
+
+
+def _keys(node: DictConfig, above: str = "") -> Iterator[str]:
+    for name in node:
+        yield f"{above}{name}"
+        if isinstance(child := node._get_node(name), DictConfig) and not child._is_none():
+            yield from _keys(child, f"{above}{name}.")

@@ -165,21 +165,15 @@ def rows_per_rank(rollout: Any) -> int:
     return rollout.log_prob_micro_batch_size_per_gpu or 1
 
 
-def current_rows(trainer: Any, tags: Sequence[dict]) -> list[int]:
-    """Rows of a batch that the trainer's current weights sampled.
+def _current(trainer: Any, tag: dict) -> bool:
+    """Whether the trainer's current weights sampled the sequence with this tag.
 
     verl's trainer of step n holds the weights that it sent as version n - 1, until its first update of the step; a
-    sequence may state the versions that sampled its first and its last token. Padding has no tokens of a policy.
+    sequence states the versions that sampled its first and its last token.
     """
-    if getattr(trainer, "local_trigger_step", 0):  # of several batches per sync only the first
-        return []
     versions = (None, trainer.global_steps - 1)
-    return [
-        row
-        for row, tag in enumerate(tags)
-        if not tag.get("is_padding", False)
-        and all(tag.get(name) in versions for name in ("min_global_steps", "max_global_steps"))
-    ]
+    first_batch = getattr(trainer, "local_trigger_step", 0) == 0  # of several that were sampled before an update
+    return first_batch and tag.get("min_global_steps") in versions and tag.get("max_global_steps") in versions
 
 
 @dataclass(frozen=True)
@@ -203,7 +197,7 @@ class Tripwire:
         if self.job.options.old_log_probs == "rollout":
             data, trained, metrics = _micro_batch(trainer, batch)
         else:
-            data, metrics = _current(trainer, batch), {}
+            data, metrics = _computed(trainer, batch, only_current=not self.job.exact), {}
             trained = None if data is None else data["old_log_probs"]
         if data is None:
             return metrics
@@ -236,12 +230,13 @@ class Tripwire:
         checkpoints = Path(config.trainer.default_local_dir).absolute()
         folder = checkpoints / f"log_probs_differ_in_step_{trainer.global_steps}"
         sequence, policy = folder / "sequence.json", folder / POLICY / "huggingface"
-        folder.mkdir(parents=True, exist_ok=True)
         options = {name: getattr(self.job.options, name) for name in FORWARD_OPTIONS}
         run = dict(step=trainer.global_steps, temperature=config.actor_rollout_ref.rollout.temperature, options=options)
-        StoppedSequence(**vars(difference), **run).save(sequence)
         unsaved = ""
-        try:  # every rank takes part, since FSDP gathers the weights
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            StoppedSequence(**vars(difference), **run).save(sequence)
+            # Every rank takes part, since FSDP gathers the weights.
             trainer.actor_rollout_wg.save_checkpoint(str(folder / POLICY), None, trainer.global_steps, None)
         except Exception as error:  # the difference is what has to be said
             unsaved = f", which failed to be saved: {error}"
@@ -255,16 +250,23 @@ class Tripwire:
         ) from None
 
 
-def _current(trainer: Any, batch: Any) -> Any | None:
-    """Both log-probabilities of the sequences that the current weights sampled; None without either of them."""
+def _computed(trainer: Any, batch: Any, only_current: bool) -> Any | None:
+    """Both log-probabilities of the sequences, or of those that the current weights sampled; None if there are none.
+
+    An exact run compares all, since its support refuses what would make an older policy sample some.
+    """
     import transfer_queue
 
     correction = trainer.config.algorithm.get("rollout_correction") or {}
     stated = trainer.config.actor_rollout_ref.rollout.calculate_log_probs and not correction.get("bypass_mode", False)
-    keys = [batch.keys[row] for row in current_rows(trainer, batch.tags)] if stated else []
-    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
-    if not keys:
+    keys = [
+        key
+        for key, tag in zip(batch.keys, batch.tags, strict=True)
+        if not tag.get("is_padding", False) and (not only_current or _current(trainer, tag))
+    ]
+    if not (stated and keys):
         return None
+    fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
     return transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
 
 
@@ -276,8 +278,7 @@ def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str,
 
     config = trainer.config.actor_rollout_ref
     workers = trainer.actor_rollout_wg
-    current = set(current_rows(trainer, batch.tags))
-    real = [row in current for row in range(len(batch.tags))]
+    real = [not tag.get("is_padding", False) for tag in batch.tags]
     ranks = workers.world_size
     a_rank = min(rows_per_rank(config.rollout), len(real) // ranks)
     rows = rows_to_check(real, a_rank * ranks, trainer.global_steps)

@@ -5,11 +5,12 @@
 verl's own trainer methods run with the hooks; queue and actor are stand-ins.
 """
 
+import pickle
 import shlex
-from types import SimpleNamespace
 
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 
 from jetrl_verl.algorithms import old_log_probs
 from jetrl_verl.algorithms.old_log_probs import (
@@ -17,7 +18,6 @@ from jetrl_verl.algorithms.old_log_probs import (
     LogProbsDiffer,
     StoppedSequence,
     compare,
-    current_rows,
     install_in_trainer,
     rows_per_rank,
     rows_to_check,
@@ -81,24 +81,6 @@ def test_bits_are_compared_not_values():
         compare(one, jagged([values[1], values[0]]), mask)
     with pytest.raises(ValueError, match=r"trainer in float32, got torch\.float64"):
         compare(one, one.double(), mask)
-
-
-@pytest.mark.parametrize(
-    ("tag", "current"),
-    [
-        ({"min_global_steps": 4, "max_global_steps": 4}, True),
-        ({}, True),
-        ({"min_global_steps": 3, "max_global_steps": 4}, False),
-        ({"min_global_steps": 5, "max_global_steps": 5}, False),
-        ({"min_global_steps": 4, "max_global_steps": 4, "is_padding": True}, False),
-    ],
-    ids=["the last sync's", "unstated", "begun before the sync", "read from a folder", "padding"],
-)
-def test_sequences_of_other_weights_are_not_compared(tag, current):
-    trainer = SimpleNamespace(global_steps=5)
-    assert current_rows(trainer, [tag]) == [0] * current
-    trainer.local_trigger_step = 1  # an update has moved the weights since the sync
-    assert current_rows(trainer, [tag]) == []
 
 
 class Run:
@@ -298,7 +280,8 @@ def test_the_sentence_comes_if_the_policy_cannot_be_saved(run, monkeypatch):
 def test_an_update_that_met_a_difference_stops_as_the_other_comparisons(run):
     job = run()
     job.step(3)
-    job.failure = LogProbsDiffer(Difference([1, 2], [3, 4], [1, 1], [-0.5, -1.0], [-0.5, -2.0], 1, 1, 30))
+    raised = LogProbsDiffer(Difference([1, 2], [3, 4], [1, 1], [-0.5, -1.0], [-0.5, -2.0], 1, 1, 30))
+    job.failure = RayTaskError("update_actor", "", pickle.loads(pickle.dumps(raised))).as_instanceof_cause()
     with pytest.raises(LogProbsDiffer, match=r"before the update of step 3, .* token 1 \(id 4\) is -1 .* `jetrl diff "):
         job.trainer._update_actor(job.batch, {})
     job.failure = ValueError("another")
@@ -319,13 +302,32 @@ def test_jet_fp8_warns_once_and_counts_in_every_step(run, caplog):
     assert job.step(3)[DIFFERING] == 0
 
 
-def test_stale_sequences_are_left_out_of_the_comparison(run):
-    job = run("compute")
+@pytest.mark.parametrize(
+    ("tag", "compared"),
+    [
+        ({"min_global_steps": 4, "max_global_steps": 4}, 8),
+        ({"min_global_steps": 3, "max_global_steps": 4}, 7),
+        ({"min_global_steps": 5, "max_global_steps": 5}, 7),
+        ({"is_padding": True}, 7),
+    ],
+    ids=["the last sync's", "begun before the sync", "read from a folder", "padding"],
+)
+def test_sequences_of_other_weights_are_not_compared(run, tag, compared):
+    job = run("compute", "jet_fp8")
+    job.batch.tags[2].update(tag)
     job.flip(2, 0)
-    job.batch.tags[2].update(min_global_steps=2, max_global_steps=4)
-    assert job.step(5)[f"{CHECKED}_sequences"] == 7
-    job.trainer.local_trigger_step = 1
+    metrics = job.step(5)
+    assert (metrics[f"{CHECKED}_sequences"], metrics[DIFFERING]) == (compared, compared - 7)
+    job.trainer.local_trigger_step = 1  # an update has moved the weights since the sync
     assert DIFFERING not in job.step(5)
+
+
+def test_an_exact_run_stops_at_a_stale_sequence_that_its_support_did_not_refuse(run):
+    job = run("compute")
+    job.batch.tags[2].update(min_global_steps=3, max_global_steps=4)
+    job.flip(2, 0)
+    with pytest.raises(LogProbsDiffer):
+        job.step(5)
 
 
 def test_a_difference_outside_the_window_is_detected_in_a_later_step(run):

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flips the last bit of one log-probability that the rollout reports, in the step that ``FLIPPED_STEP`` names.
 
-verl imports this module wherever it reads the model's config (``external_lib``).
+verl imports this module wherever it reads the model's config (``external_lib``). With ``FLIPPED_UNSEEN`` verl's trainer
+sees no difference itself, so the first update's forward meets it.
 """
 
 import functools
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 
+from jetrl_verl.algorithms import old_log_probs
 from jetrl_verl.patches.after_import import when_imported
 
 TOKEN = 2
+TRAINER = "verl.trainer.ppo.v1.trainer_base"
 
 
 def flip() -> None:
@@ -33,4 +36,10 @@ def flip() -> None:
     SingleTurnAgentLoop.run = run
 
 
+def blind() -> None:
+    old_log_probs.compare = lambda rollout, trainer, mask: old_log_probs.Comparison(int(mask.values().sum()), 0, None)
+
+
+if "FLIPPED_UNSEEN" in os.environ and "RANK" not in os.environ:  # verl sets RANK for the actor
+    when_imported(TRAINER, "tests: a trainer that sees no difference", blind)
 when_imported("verl.experimental.agent_loop.single_turn_agent_loop", "tests: a flipped bit", flip)

@@ -17,6 +17,7 @@ from tiny_models import save_policy
 from typer.testing import CliRunner
 
 from jetrl_verl import kernels
+from jetrl_verl.algorithms.old_log_probs import StoppedSequence
 from jetrl_verl.cli import app
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError, rollout, run
@@ -237,6 +238,30 @@ def test_rows_of_any_batch_are_assigned_to_their_tokens(exact, monkeypatch):
         assert torch.equal(bits(output), bits(other.outputs[operation])), operation
 
 
+def test_the_sequence_of_a_stopped_run_is_repeated_and_its_token_named(exact, policy, tmp_path, monkeypatch):
+    """The run's rollout reported another bit at a token; a tool's answer has no log-probability at all."""
+    recording = exact[3][1]
+    stated = recording.log_probs[:RESPONSE].clone()
+    stated[3] = (stated[3:4].view(torch.int32) ^ 1).view(torch.float32)
+    stated[5] = 0.0
+    sampled = [int(token != 5) for token in range(RESPONSE)]
+    trained = recording.log_probs[:RESPONSE].tolist()
+    values = (recording.prompts[0], recording.responses[0], sampled, stated.tolist(), trained, 3, 1, 99)
+    stopped = StoppedSequence(*values, step=8, temperature=TEMPERATURE, options={"kv_cache": "bf16"})
+    stopped.save(tmp_path / "sequence.json")
+    monkeypatch.setattr(run, "run_engine", lambda request, *_: run_here(request))
+    console = Console(record=True, width=120)
+    words = options(policy, None, tmp_path, "jet_fp8_exact")
+    assert run_diff(replace(words, temperature=1.0, sequence=tmp_path / "sequence.json"), console) == 1
+    (report,) = json.loads((tmp_path / "report.json").read_text())["precisions"]
+    assert report["first_difference"] is None and report["trainer_against_recorded_rollout"]["differing"] == 0
+    assert report["recorded_against_configured_rollout"]["differing"] == 1
+    assert report["recorded_against_configured_rollout"]["tokens"] == RESPONSE
+    output = console.export_text()
+    assert "step 8: the log-probability of response token 3 (id " in output
+    assert f"here it is {trained[3]:.9g} in the recorded rollout and {trained[3]:.9g} in the trainer" in output
+
+
 @pytest.mark.parametrize(
     ("family", "changes"),
     [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))],
@@ -299,6 +324,7 @@ def test_stock_operations_are_attributed_completely(exact, policy, prompts, tmp_
         (["--response", "0"], "there is nothing to compare"),
         (["--prompts", "no_such_file.txt"], "has no readable prompts"),
         (["--response", "100000", "--precision", "bf16"], "use shorter prompts or a smaller --response"),
+        (["--sequence", __file__], "is not a sequence of a stopped run (JSONDecodeError); name the sequence.json"),
         (["--precision", "jet_fp8", "jetrl.scale_rule=e8m0"], "jetrl.scale_rule=e8m0 is not supported"),
         (
             ["--precision", "bf16", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],

@@ -42,8 +42,8 @@ class Fault:
     """What happens where.
 
     Attributes:
-        kind: ``kill``; ``raise``: the rollout raises in a sync; ``nan``: one weight of the trainer becomes NaN after
-            the update.
+        kind: ``kill``; ``raise``: the rollout raises in a sync; ``refuse``: it refuses its model as it starts; ``nan``:
+            one weight of the trainer becomes NaN after the update.
         victim: one of ``VICTIMS``. phase: one of ``PHASES``. step: global step; 0 is the sync before the first one.
         folder: for process ids and records of what happened.
     """
@@ -231,10 +231,21 @@ def _arm(fault: Fault) -> None:
 
         module.FSDPEngine.lr_scheduler_step = lr_scheduler_step
 
+    def refusing(module: Any) -> None:
+        from jetrl_verl.config.support.table import refuse
+
+        def share_operations(*args: Any) -> None:
+            fault._record("fired", str(fault))
+            refuse("norm_in_vllm")
+
+        module.share_operations = share_operations
+
     engine = "verl.workers.engine.fsdp.transformer_impl"
     actions = {engine: in_engine}
     if fault.kind == "nan":
         actions[engine] = poison
+    elif fault.kind == "refuse":
+        actions = {"jetrl_verl.rollout.shared_operations": refusing}
     else:
         actions |= {
             "verl.trainer.ppo.v1.trainer_base": in_trainer_base,

@@ -26,7 +26,7 @@ from .support.limits import PINS
 from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
-from .support.scopes import CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
+from .support.scopes import BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
 from .support.table import TABLE, inexact_because, loss_of, losses, refusals, stock_because
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -75,7 +75,8 @@ def resolve(config: DictConfig) -> Job | None:
         options = replace(options, operations="stock" if why_stock else "shared")
         _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
-    job = Job(options, inexact, get(TENSOR_PARALLEL) or 1, versions, flash_attention_runs(get))
+    ranks, bucket = get(TENSOR_PARALLEL) or 1, get(BUCKET) or Job.bucket_megabytes
+    job = Job(options, inexact, ranks, versions, flash_attention_runs(get), bucket)
     for line in _start_lines(job, get):
         _say(f"jetrl_verl: {line}")
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)

@@ -38,6 +38,7 @@ class Job:
         rollout_ranks: tensor-parallel size of the rollout; with a model's shapes it decides which layers fit.
         versions: installed release of each pinned package, on the driver.
         flash_attention: whether a model of the trainer runs flash-attn.
+        bucket_megabytes: of the weight sync's transport, in MiB.
     """
 
     options: JetConfig
@@ -45,6 +46,7 @@ class Job:
     rollout_ranks: int = 1
     versions: Mapping[str, str | None] = field(default_factory=dict)
     flash_attention: bool = False
+    bucket_megabytes: int = 2048
 
     @classmethod
     def of(cls, node: "Mapping[str, Any] | Job | None") -> "Job":

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits
+from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, traits_of
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
+from .installed import on_cpu
 from .support.row import Get, UnsupportedConfiguration
-from .support.scopes import ATTENTION, CRITIC_MODEL, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
+from .support.scopes import ATTENTION, BUCKET, CRITIC_MODEL, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
 from .support.table import explained, refusal, refuse
 
 if TYPE_CHECKING:
@@ -158,6 +159,8 @@ def check_models(job: "Job", get: Get) -> None:
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",), overrides)
         if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
             raise UnsupportedConfiguration(message)
+        if on_cpu():
+            check_bucket(job, model)
         for key in REPLICAS:
             check_replicas(model, key, get(key) or 1)
         for key in ULYSSES:
@@ -211,6 +214,26 @@ def check_model(
             refuse("mixture_with_stock_operations", what=f"the mixture of experts {model.path}")
         if options.backward == UNQUANTIZED:
             refuse("mixture_with_bf16_backward", what=f"the mixture of experts {model.path}")
+
+
+def check_bucket(job: "Job", model: ModelFiles) -> None:
+    """Refuse a bucket of the weight sync that is smaller than a tensor of the model.
+
+    On GPUs verl sends such a tensor from where it lies (CUDA IPC); the stacks of smaller ones fit (sync/wire.py).
+    """
+    from jetrl_verl.models import family
+
+    plans = job.plans(model.config)
+    sizes = {"the embedding": 2 * model.config["vocab_size"] * plans[family(model.config).q].k}
+    for name, plan in plans.items():
+        element_bytes = traits_of(plan.format_name).element_bytes if plan.quantized else 2
+        sizes[f"{name} of a layer"] = int(plan.experts * plan.n * plan.k * element_bytes)
+    name, size = max(sizes.items(), key=lambda item: item[1])
+    needed = -(-size // 2**20)
+    if needed > job.bucket_megabytes:
+        what = f"{name} of the model {model.path}, {needed} MiB,"
+        scope, remedy = f"{BUCKET}={job.bucket_megabytes}", f"Set {BUCKET}={needed} or more"
+        refuse("tensor_of_the_bucket", what=what, scope=scope, remedy=remedy)
 
 
 def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> str:

@@ -67,8 +67,8 @@ _SMALL = 2**18
 _PACK_BYTES = 2**19
 """A pack is sent once it has this many bytes; below 1 MiB, verl's smallest bucket, which must hold a piece."""
 _STACK_BYTES = 192 * 2**20
-"""Most bytes of stacked weights in a piece, unless one weight has more: less than the embedding of a 7B model, which is
-one piece anyway."""
+"""Most bytes of stacked weights in a piece, unless one weight has more or verl's bucket is smaller: less than the
+embedding of a 7B model, which is one piece anyway."""
 _ALIGNED = 16
 """Alignment in bytes of pieces, and of the tensors of a pack that allow it; a receiver copies words of 8."""
 
@@ -87,18 +87,21 @@ class SyncStatistics:
     seconds: float = 0.0
 
 
-def packed(parts: Iterable[Part], statistics: SyncStatistics | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def packed(
+    parts: Iterable[Part], statistics: SyncStatistics | None = None, bucket_bytes: int = _STACK_BYTES
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Combine a sync's parts into pieces.
 
     Args:
         statistics: gets the pieces' bytes, and the time until they are all read.
+        bucket_bytes: of verl's transport, which stacks of smaller weights fit into.
 
     Yields:
         (name, uint8 ``[bytes]``), bytes a multiple of 16. A large tensor is a piece of its own, a stack several if it
         is too large; small tensors come in packs of at most 768 KiB.
     """
     started = time.perf_counter()
-    for name, piece in _pieces(parts):
+    for name, piece in _pieces(parts, min(bucket_bytes, _STACK_BYTES)):
         if statistics is not None:
             statistics.bytes += piece.nbytes
         yield name, piece
@@ -106,12 +109,12 @@ def packed(parts: Iterable[Part], statistics: SyncStatistics | None = None) -> I
         statistics.seconds += time.perf_counter() - started
 
 
-def _pieces(parts: Iterable[Part]) -> Iterator[tuple[str, torch.Tensor]]:
+def _pieces(parts: Iterable[Part], most: int) -> Iterator[tuple[str, torch.Tensor]]:
     small: list[Part] = []
     size = 0
     for part in parts:
         if part.tensor.nbytes > _SMALL:
-            yield from _large(part)
+            yield from _large(part, most)
             continue
         small.append(part)
         size += part.tensor.nbytes
@@ -122,16 +125,16 @@ def _pieces(parts: Iterable[Part]) -> Iterator[tuple[str, torch.Tensor]]:
         yield _pack(small)
 
 
-def _large(part: Part) -> Iterator[tuple[str, torch.Tensor]]:
+def _large(part: Part, most: int) -> Iterator[tuple[str, torch.Tensor]]:
     name, tensor = part.name, part.tensor
     if tensor.nbytes % _ALIGNED:
         # A statement may have any length, and the next piece begins where it ends.
         yield _pack([part])
-    elif isinstance(name, str) or tensor.nbytes <= _STACK_BYTES:
+    elif isinstance(name, str) or tensor.nbytes <= most:
         yield _wire_name([part]), _bytes(tensor)
     else:
         start, bytes_of_a_row = 0, tensor.nbytes // len(tensor)
-        for stack, length in _in_pieces(name, name.lengths(len(tensor)), _STACK_BYTES // bytes_of_a_row):
+        for stack, length in _in_pieces(name, name.lengths(len(tensor)), most // bytes_of_a_row):
             rows = part._replace(name=stack, tensor=tensor[start : start + length])
             yield _wire_name([rows]), _bytes(rows.tensor)
             start += length

@@ -50,6 +50,7 @@ def weight_stream(
     kept_scales: dict[str, torch.Tensor] | None = None,
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
+    bucket_bytes: int = 2**31,
     routing: Routing | None = None,
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -60,6 +61,7 @@ def weight_stream(
         plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: of the probes.
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.quantize.quantize_stream`.
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
+        bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
         routing: from :func:`stated_routing`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
 
     Raises:
@@ -77,7 +79,7 @@ def weight_stream(
             scale_rule=options.scale_rule, probe=probe, operations=operations, routing=routing, ranks=ranks, tied=tied
         )
     quantized = quantize_stream(weights, plans, options.scale_rule, kept_scales)
-    return packed(sync_parts(quantized, statement, metrics), statistics)
+    return packed(sync_parts(quantized, statement, metrics), statistics, bucket_bytes)
 
 
 def sync_parts(

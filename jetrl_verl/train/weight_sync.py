@@ -52,6 +52,7 @@ class WeightSync(Feature):
             kept.scales if kept is not None else None,
             metrics.quantization if metrics is not None else None,
             ranks=self.config.jetrl.rollout_ranks,
+            bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
             routing=self._routing,
             tied=gather.tied,
         )

@@ -17,13 +17,14 @@ from safetensors.numpy import save_file
 from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, check_environment
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.environment import check_data, check_optimizer, check_versions
-from jetrl_verl.config.model import check_model, check_replicas, copy_model, read_model
+from jetrl_verl.config.model import check_bucket, check_model, check_replicas, copy_model, read_model
 from jetrl_verl.config.support.limits import PINS
 from jetrl_verl.config.support.scopes import REPLICAS
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")
 EXACT = JetConfig(precision="jet_fp8_exact", train="fp8", rollout="fp8", operations="shared")
 SKIP = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip")
+BUCKET_KEY = "checkpoint_engine.update_weights_bucket_megabytes"
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -243,6 +244,21 @@ def test_a_mixture_over_data_parallel_ranks_is_refused(model_folder, key):
         f"the mixture of experts {folder} is not supported with {key}=2: vLLM deals experts over the replicas of one "
         f"server, and here they are whole on every rank. Set it to 1, which starts a server for each replica."
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "needed"),
+    [
+        ({"vocab_size": 200_000}, "the embedding", 98),  # 2 bytes an element
+        ({"intermediate_size": 600 * 1024}, "mlp.gate_proj of a layer", 150),  # 1 byte
+    ],
+)
+def test_a_bucket_smaller_than_a_tensor_is_refused_with_the_number_that_fits(model_folder, changes, tensor, needed):
+    model = read_model(str(model_folder(**changes)))
+    message = refusal(check_bucket, Job(OPTIONS, bucket_megabytes=needed - 1), model)
+    assert f"{tensor} of the model {model.path}, {needed} MiB, is not supported with" in message
+    assert message.endswith(f"Set actor_rollout_ref.rollout.{BUCKET_KEY}={needed} or more.")
+    check_bucket(Job(OPTIONS, bucket_megabytes=needed), model)
 
 
 def test_a_missing_model_folder_is_refused(tmp_path):

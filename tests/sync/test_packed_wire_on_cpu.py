@@ -106,6 +106,8 @@ def test_a_stack_is_cut_into_bounded_pieces_and_a_weight_never_is(monkeypatch):
     tensors = Arrived(pieces)
     assert all(same(tensors[name], part) for name, part in zip(stack.names, rows.split(lengths), strict=True))
     monkeypatch.setattr(wire, "_STACK_BYTES", 2**20)
+    in_a_bucket = packed([part(stack, rows)], bucket_bytes=1024)
+    assert [name for name, _ in in_a_bucket] == [name for name, _ in pieces]
     ((name, whole),) = packed([part(stack, rows)])
     assert whole.data_ptr() == rows.data_ptr(), "a stack is not copied"
     (entry,) = entries_of(name)

@@ -9,7 +9,7 @@ the name of a row.
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Row, Scope
-from .scopes import ATTENTION, AUTO, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
+from .scopes import ATTENTION, AUTO, BUCKET, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
@@ -69,6 +69,12 @@ MODEL_ROWS: dict[str, Row] = {
     "ulysses_of_the_heads": Row(
         "Ulysses sequence parallelism that does not divide a model's heads",
         instead="Set it to a divisor of both, or of the heads and a multiple of the key heads",
+    ),
+    "tensor_of_the_bucket": Row(
+        "an embedding, experts or layers larger than the weight sync's bucket",
+        "where processes do not share a GPU's memory, each tensor travels whole",
+        scope=Scope(f"VERL_PLATFORM=cpu and a smaller {BUCKET}"),
+        instead=f"Set a larger {BUCKET}",
     ),
     "qwen2_head_dim": Row("a Qwen2 model with a head_dim of its own"),
     "built_in_biases": Row("Seed-OSS with other biases than vLLM's"),

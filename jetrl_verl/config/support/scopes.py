@@ -20,6 +20,7 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS = f"{POLICY_LOSS}.loss_mode"
 ATTENTION = f"{MODEL}.override_config.attn_implementation"
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 
 ULYSSES = tuple(
     f"{role}.{node}ulysses_sequence_parallel_size" for role in (ACTOR, REF) for node in ("", "fsdp_config.")

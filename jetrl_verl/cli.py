@@ -2,18 +2,70 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``jetrl`` command: arguments of the subcommands, each of which imports its module when called."""
 
+import math
 import os
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
+from jetrl_verl.patches.patch import PatchError
 
-app = typer.Typer(name="jetrl", help="One FP8 precision flow for rollout and training in verl.", no_args_is_help=True)
+_UsageError: type[Exception] = typer.BadParameter.__base__
+"""Click's, which typer brings under a name of its own."""
+
+
+class _Commands(TyperGroup):
+    """Ends every command alike: a refusal is one sentence on stderr, and a bug keeps its traceback."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except _UsageError as error:
+            reason, name = error.format_message().rstrip("."), context.invoked_subcommand or ""
+            raise _failed(f"{reason}. Nothing was run; see `jetrl {name} --help`.", 2) from None
+        except (UserError, PatchError) as error:
+            # Status 1 of `jetrl diff` says that a log-probability differs.
+            raise _failed(error, 2 if context.invoked_subcommand == "diff" else 1) from None
+
+
+def _failed(sentence: object, status: int) -> typer.Exit:
+    text = " ".join(str(sentence).split()).rstrip(".")
+    Console(stderr=True).print(f"error: {text}.", markup=False, highlight=False, soft_wrap=True)
+    return typer.Exit(status)
+
+
+app = typer.Typer(
+    name="jetrl",
+    help="One FP8 precision flow for rollout and training in verl.",
+    no_args_is_help=True,
+    cls=_Commands,
+)
+
+
+def _positive(text: str | float) -> float:
+    """A finite number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise typer.BadParameter(f"{text} is not a finite number above 0.")
+    return number
+
+
+def _not_negative(text: str | float) -> float:
+    """A finite number of at least 0."""
+    return 0.0 if float(text) == 0 else _positive(text)
+
+
+def _counts(words: str) -> tuple[int, ...]:
+    """Whole numbers of at least 0 with commas between them."""
+    if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", words):
+        raise typer.BadParameter(f"{words!r} is not a list of whole numbers with commas.", param_hint="--seeds")
+    return tuple(map(int, words.split(",")))
 
 
 @app.callback()
@@ -25,7 +77,7 @@ def _root() -> None:
 def demo(
     context: typer.Context,
     precision: Annotated[str, typer.Option(help=", ".join(PRECISIONS))] = "jet_fp8_exact",
-    steps: Annotated[int, typer.Option(help="GRPO steps")] = 36,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps")] = 36,
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
@@ -41,11 +93,8 @@ def demo(
     from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
     console = Console()
-    try:
-        options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args), baseline)
-        status = run_demo(options, console)
-    except ToolError as error:
-        _fail(error)
+    options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args), baseline)
+    status = run_demo(options, console)
     raise typer.Exit(status)
 
 
@@ -56,10 +105,12 @@ def compare(
         str, typer.Option(help="with commas, each PRECISION[+KEY=VALUE...]; differences are to the first")
     ] = "bf16,fp8_rollout,jet_fp8",
     seeds: Annotated[str, typer.Option(help="with commas; every precision is trained with each")] = "1",
-    temperature: Annotated[float, typer.Option(help="of the evaluation; 0 is greedy")] = 0.0,
-    samples: Annotated[int, typer.Option(help="responses to a problem in the evaluation")] = 1,
+    temperature: Annotated[
+        float, typer.Option(parser=_not_negative, metavar="FLOAT", help="of the evaluation; 0 is greedy")
+    ] = 0.0,
+    samples: Annotated[int, typer.Option(min=1, help="responses to a problem in the evaluation")] = 1,
     out: Annotated[Path, typer.Option(help="the same folder continues a comparison")] = Path("outputs/compare"),
-    steps: Annotated[int, typer.Option(help="GRPO steps of the demo")] = 36,
+    steps: Annotated[int, typer.Option(min=1, help="GRPO steps of the demo")] = 36,
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy of the demo")] = Path(
         "outputs/cache"
     ),
@@ -73,29 +124,19 @@ def compare(
     from jetrl_verl.tools.compare.run import CompareOptions, run_compare
     from jetrl_verl.tools.rows import split_rows
 
-    try:
-        options = CompareOptions(
-            split_rows(precisions),
-            tuple(_split(seeds, int)),
-            out,
-            tuple(context.args),
-            temperature,
-            samples,
-            steps,
-            cache,
-            device,
-        )
-        status = run_compare(options, Console())
-    except ToolError as error:
-        _fail(error)
+    options = CompareOptions(
+        split_rows(precisions),
+        _counts(seeds),
+        out,
+        tuple(context.args),
+        temperature,
+        samples,
+        steps,
+        cache,
+        device,
+    )
+    status = run_compare(options, Console())
     raise typer.Exit(status)
-
-
-def _split(words: str, kind: Callable[[str], Any] = str) -> list[Any]:
-    try:
-        return [kind(word.strip()) for word in words.split(",") if word.strip()]
-    except ValueError:
-        raise typer.BadParameter(f"{words!r} is not a list of numbers. Set them with commas.") from None
 
 
 @app.command()
@@ -114,11 +155,13 @@ def memory(
     context: typer.Context,
     script: Annotated[Path | None, typer.Option(help="a recipe's script; it runs with $PYTHON replaced")] = None,
     model: Annotated[Path | None, typer.Option(help="folder or known name, e.g. qwen3-8b")] = None,
-    gpus: Annotated[int | None, typer.Option(help="of one host; trainer and rollout share them")] = None,
-    tp: Annotated[int | None, typer.Option(help="GPUs of a replica of the rollout")] = None,
-    prompt_length: Annotated[int | None, typer.Option(help="most tokens of a prompt")] = None,
-    response_length: Annotated[int | None, typer.Option(help="most tokens of a response")] = None,
-    gpu_gib: Annotated[float, typer.Option(help="memory of a GPU: H200 139.8, H100 79.1")] = 139.8,
+    gpus: Annotated[int | None, typer.Option(min=1, help="of one host; trainer and rollout share them")] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="GPUs of a replica of the rollout")] = None,
+    prompt_length: Annotated[int | None, typer.Option(min=1, help="most tokens of a prompt")] = None,
+    response_length: Annotated[int | None, typer.Option(min=1, help="most tokens of a response")] = None,
+    gpu_gib: Annotated[
+        float, typer.Option(parser=_positive, metavar="FLOAT", help="memory of a GPU: H200 139.8, H100 79.1")
+    ] = 139.8,
 ) -> None:
     """Count what a GPU holds in each phase under each precision, and name the settings that cost exactness.
 
@@ -138,10 +181,7 @@ def memory(
     console = Console()
     if not console.is_terminal:
         console.width = 120  # of a file; rich would cut the table at 80
-    try:
-        run_memory(context.args + overrides, script, gpu_gib, console)
-    except ToolError as error:
-        _fail(error)
+    run_memory(context.args + overrides, script, gpu_gib, console)
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -150,9 +190,11 @@ def diff(
     model: Annotated[Path, typer.Argument(help="Hugging Face folder of the policy")],
     precision: Annotated[str, typer.Option(help="with commas: " + ", ".join(PRECISIONS))] = "jet_fp8_exact",
     prompts: Annotated[Path | None, typer.Option(help=".txt, .jsonl or .parquet; built-in ones by default")] = None,
-    limit: Annotated[int, typer.Option(help="prompts taken from it")] = 4,
-    response: Annotated[int, typer.Option(help="most tokens sampled for each prompt")] = 64,
-    temperature: Annotated[float, typer.Option(help="sampling temperature, above 0")] = 1.0,
+    limit: Annotated[int, typer.Option(min=1, help="prompts taken from it")] = 4,
+    response: Annotated[int, typer.Option(min=1, help="most tokens sampled for each prompt")] = 64,
+    temperature: Annotated[
+        float, typer.Option(parser=_positive, metavar="FLOAT", help="sampling temperature, above 0")
+    ] = 1.0,
     sequence: Annotated[Path | None, typer.Option(help="the sequence at which a run has stopped, not prompts")] = None,
     out: Annotated[Path, typer.Option(help="folder for the report and logs")] = Path("outputs/diff"),
 ) -> None:
@@ -162,13 +204,9 @@ def diff(
     """
     from jetrl_verl.tools.diff.run import DiffOptions, run_diff
 
-    try:
-        names = tuple(_split(precision))
-        words = tuple(context.args)
-        options = DiffOptions(model, names, prompts, limit, response, temperature, out, words, sequence)
-        status = run_diff(options, Console())
-    except ToolError as error:
-        _fail(error, 2)
+    names = tuple(name.strip() for name in precision.split(",") if name.strip())
+    options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args), sequence)
+    status = run_diff(options, Console())
     raise typer.Exit(status)
 
 
@@ -179,34 +217,26 @@ def export(
     format: Annotated[str, typer.Option(help="bf16, fp8 or both (OUT/bf16 and OUT/fp8)")] = "both",
     scale_rule: Annotated[str, typer.Option(help="the run's jetrl.scale_rule: fp32 or pow2")] = "fp32",
     unfit_layers: Annotated[str, typer.Option(help="the run's jetrl.unfit_layers: stop or skip")] = "stop",
-    tensor_parallel: Annotated[int, typer.Option(help="the rollout's tensor_model_parallel_size")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="the rollout's tensor_model_parallel_size")] = 1,
 ) -> None:
     """Write a trained policy as BF16 and as the block-FP8 checkpoint that stock vLLM serves."""
-    from jetrl_verl.checkpoint.export import ExportError, ExportOptions, run_export
+    from jetrl_verl.checkpoint.export import ExportOptions, run_export
 
-    try:
-        run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
-    except ExportError as error:
-        _fail(error)
-    except OSError as error:
-        _fail(ExportError(f"{out} was not written ({error}). Fix that file, or set another folder."))
+    run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
 
 
 @app.command()
 def reshard(
     checkpoint: Annotated[str, typer.Argument(help="global_step_N of an FSDP2 run, or the folder of all")],
-    gpus: Annotated[int, typer.Option(help="ranks of the resumed run, over all nodes")],
+    gpus: Annotated[int, typer.Option(min=1, help="ranks of the resumed run, over all nodes")],
     out: Annotated[
         str | None, typer.Option(help="new trainer.default_local_dir; default: next to the old files")
     ] = None,
 ) -> None:
     """Rewrite a checkpoint for another number of GPUs; weights, optimizer state, schedule and data position stay."""
-    from jetrl_verl.checkpoint.reshard import ReshardError, run_reshard
+    from jetrl_verl.checkpoint.reshard import run_reshard
 
-    try:
-        run_reshard(checkpoint, gpus, out, Console())
-    except ReshardError as error:
-        _fail(error)
+    run_reshard(checkpoint, gpus, out, Console())
 
 
 @app.command()
@@ -218,21 +248,12 @@ def patch(
 
     The plugin does not replace a function that is patched in the source.
     """
-    from jetrl_verl.patches.patch import PatchError
     from jetrl_verl.tools.patch import list_patches, patch_into
 
     if into is None:
         list_patches(Console())
         return
-    try:
-        typer.echo(patch_into(into, write=not dry_run), nl=False)
-    except PatchError as error:
-        _fail(error)
-
-
-def _fail(error: Exception, status: int = 1) -> NoReturn:
-    Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(status)
+    typer.echo(patch_into(into, write=not dry_run), nl=False)
 
 
 if __name__ == "__main__":

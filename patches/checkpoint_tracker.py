@@ -36,7 +36,7 @@ def check_tracker(tracker: Path) -> int:
         remedy = f"write the step of the newest complete checkpoint into it, of {available} in {tracker.parent}"
     text = tracker.read_text(errors="replace").strip()
     if not text.isdigit():
-        raise DamagedCheckpointError(f"{tracker} holds {text!r} and not a step, as after a full disk; {remedy}")
+        raise DamagedCheckpointError(f"{tracker} holds {text[:20]!r} and not a step, as after a full disk; {remedy}")
     if int(text) not in steps:
         raise DamagedCheckpointError(f"{tracker} says step {text}, whose checkpoint is gone; {remedy}")
     return int(text)

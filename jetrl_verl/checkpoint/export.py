@@ -29,19 +29,19 @@ from safetensors.torch import save_file
 
 from jetrl_verl import formats
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
-from jetrl_verl.checkpoint.validation import no_trainer_state
+from jetrl_verl.checkpoint.validation import latest_step, no_trainer_state
 from jetrl_verl.config.composition import parse
 from jetrl_verl.config.job import Job
-from jetrl_verl.config.model import check_model, read_model
+from jetrl_verl.config.model import check_model, read_model, weight_files
 from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
+from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading, writing
 from jetrl_verl.models import family, model_types
 from jetrl_verl.models.families.base import Experts, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
-from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
 _EXPORTED = tuple(name for name, traits in formats.FORMATS.items() if traits.exports)
@@ -53,7 +53,7 @@ _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
-class ExportError(ValueError):
+class ExportError(UserError):
     """A checkpoint that cannot be exported; the message is one sentence: what is wrong, what to do."""
 
 
@@ -76,8 +76,6 @@ class ExportOptions:
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
-        if self.tensor_parallel < 1:
-            raise ExportError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; use 1 or more.")
         self.job()
 
     @property
@@ -124,13 +122,11 @@ class Checkpoint:
     @property
     def config(self) -> dict[str, Any]:
         """The parsed ``config.json``."""
-        try:
-            return json.loads((self.config_folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise ExportError(
-                f"{self.config_folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
-                "copy the checkpoint again."
-            ) from None
+        file = self.config_folder / "config.json"
+        with reading(file, "model config", "Copy the checkpoint again", ExportError):
+            config = load_json(file)
+            config["model_type"]  # every model has one
+            return config
 
 
 def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int = SHARD_BYTES) -> list[Exported]:
@@ -144,10 +140,9 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
         shard_bytes: size of a weight file, which is also the memory used besides one tensor.
 
     Raises:
-        ExportError: one sentence; ``out`` is then unchanged.
+        UserError: one sentence; ``out`` is then unchanged.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ExportError(f"{out} exists and is not an empty folder; name another one or remove it.")
+    check_new_folder(out, "OUT", ExportError)
     source = find_checkpoint(checkpoint)
     names = (UNQUANTIZED, options.number_format) if options.format == "both" else (options.format,)
     plans = _plan(source, options) if names != (UNQUANTIZED,) else {}
@@ -159,15 +154,16 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
 
     building = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        written = []
-        for name in names:
-            below = name if len(names) > 1 else ""
-            (building / below).mkdir(parents=True)
-            exported = _write(opened, building / below, plans if name != UNQUANTIZED else {}, options, shard_bytes)
-            written.append(replace(exported, folder=out / below))
-        if out.exists():
-            out.rmdir()
-        building.rename(out)
+        with writing(out, "OUT", ExportError):
+            written = []
+            for name in names:
+                below = name if len(names) > 1 else ""
+                (building / below).mkdir(parents=True)
+                exported = _write(opened, building / below, plans if name != UNQUANTIZED else {}, options, shard_bytes)
+                written.append(replace(exported, folder=out / below))
+            if out.exists():
+                out.rmdir()
+            building.rename(out)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return written
@@ -178,9 +174,7 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
 
 def find_checkpoint(path: Path) -> Path:
     """The folder of ``path`` that holds a model: of a run's checkpoints the latest, of a step its actor."""
-    latest = path / TRACKER_FILE
-    if latest.is_file():
-        path = path / f"global_step_{latest.read_text().strip()}"
+    path = latest_step(path)
     if (path / "actor").is_dir():
         path = path / "actor"
     if (path / "fsdp_config.json").is_file() or (path / "config.json").is_file():
@@ -207,36 +201,28 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     try:
         if folder is source:
             check_model(options.job(), read_model(str(folder.absolute())))
-        return options.job().plans(AutoConfig.from_pretrained(folder))
+        with reading(folder / "config.json", "model config", "Copy the checkpoint again", ExportError):
+            config = AutoConfig.from_pretrained(folder)
+        return options.job().plans(config)
     except UnsupportedConfiguration as error:
         raise ExportError(str(error)) from None
     except UnsupportedLayer as error:
         raise ExportError(model_refusal(error, str(folder), options.job().options.precision)) from None
-    except (OSError, ValueError) as error:
-        raise ExportError(
-            f"{folder / 'config.json'} is not a readable model config ({type(error).__name__}); "
-            "copy the checkpoint again."
-        ) from None
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a Hugging Face folder, mapped."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = sorted(folder.glob("*.safetensors"))
+    files = weight_files(folder)
     if not files:
         raise ExportError(f"{folder} holds no *.safetensors; save the model with safetensors first.")
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  a handle, not a mapping
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise ExportError(
-                f"the weight file {file} is missing or damaged ({type(error).__name__}); copy the folder again."
-            ) from None
+        with reading(file, "weight file", "Copy the folder again", ExportError):
+            tensors = safe_open(file, framework="pt")
+        with tensors:
+            for name in tensors.keys():  # noqa: SIM118  a handle, not a mapping
+                with reading(file, "weight file", "Copy the folder again", ExportError):
+                    tensor = tensors.get_tensor(name)
+                yield name, tensor
 
 
 def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -268,7 +254,7 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     from verl.model_merger.base_model_merger import ModelMergerConfig
     from verl.model_merger.fsdp_model_merger import FSDPModelMerger, merge_non_dtensor_shards
 
-    world = json.loads((folder / "fsdp_config.json").read_text())["world_size"]
+    world = load_json(folder / "fsdp_config.json")["world_size"]
 
     def shard(rank: int) -> dict[str, torch.Tensor]:
         file = folder / f"model_world_size_{world}_rank_{rank}.pt"
@@ -442,7 +428,10 @@ def _save(
     parts: list[list[str]] = []
 
     def flush() -> None:
-        save_file(shard, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk, for one
+            raise OSError(str(error)) from None
         parts.append(list(shard))
         shard.clear()
 

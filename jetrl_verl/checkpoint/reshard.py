@@ -41,7 +41,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint, no_trainer_state
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint, latest_step, no_trainer_state
+from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 
 _SHARDED = ("model", "optim")
@@ -51,7 +52,7 @@ _DEFAULT_GROUP = "0"
 """torch's name of a process's first group, which a mesh of all ranks uses."""
 
 
-class ReshardError(ValueError):
+class ReshardError(UserError):
     """A checkpoint that cannot be rewritten; the message is one sentence: what is wrong, what to do."""
 
 
@@ -90,15 +91,15 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
     for path in (checkpoint, out):
         if ":/" in str(path):
             raise ReshardError(f"{path} is remote; copy the checkpoint to a local disk and name that.")
-    if gpus < 1:
-        raise ReshardError(f"--gpus {gpus} is not a number of ranks; use 1 or more.")
     step = _find_step(Path(checkpoint))
     roles = [_Role(folder) for folder in sorted(step.iterdir()) if (folder / "fsdp_config.json").is_file()]
     if not roles:
-        raise ReshardError(f"{step} holds no checkpoint of verl's FSDP engines (actor/fsdp_config.json).")
+        raise ReshardError(
+            f"{step} holds no checkpoint of verl's FSDP engines (actor/fsdp_config.json); copy the checkpoint again."
+        )
     target = Path(out) if out is not None else None
-    if target is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ReshardError(f"{target} exists and is not an empty folder; name another one or remove it.")
+    if target is not None:
+        check_new_folder(target, "--out", ReshardError)
     for role in roles:
         role.check(gpus, in_place=target is None)
     _check_room(sum(role.bytes_of_a_replica for role in roles), target or step)
@@ -268,9 +269,7 @@ def random_states(states: Sequence[Mapping[str, Any]], rank: int) -> dict[str, A
 
 def _find_step(path: Path) -> Path:
     """The folder ``global_step_<n>`` that ``path`` names."""
-    latest = path / TRACKER_FILE
-    if latest.is_file():
-        path = path / f"global_step_{latest.read_text().strip()}"
+    path = latest_step(path)
     if (path / "fsdp_config.json").is_file():
         path = path.absolute().parent
     if re.fullmatch(r"global_step_\d+", path.absolute().name) and path.is_dir():
@@ -285,14 +284,10 @@ class _Role:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            config = json.loads((folder / "fsdp_config.json").read_text())
+        file = folder / "fsdp_config.json"
+        with reading(file, "configuration of verl's FSDP engine", "Copy the checkpoint again", ReshardError):
+            config = load_json(file)
             version, self.ranks = int(config["FSDP_version"]), int(config["world_size"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ReshardError(
-                f"{folder / 'fsdp_config.json'} is not what verl writes ({type(error).__name__}); copy the checkpoint "
-                "again."
-            ) from None
         if version != 2:
             raise ReshardError(
                 f"{folder} was written under FSDP1, whose optimizer states cannot be sharded again; resume with "
@@ -351,12 +346,11 @@ class _Role:
     def load(self, content: str, rank: int) -> Any:
         """A rank's file, with mapped tensors."""
         file = self.file(content, rank)
-        try:
-            with _without_group_warnings():
-                return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-        except Exception as error:  # a pickle of another torch raises almost anything
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise ReshardError(f"{file} cannot be read here ({reason}); use the run's own environment.") from None
+        with reading(file, "file of a rank", "Use the run's own environment", ReshardError), _without_group_warnings():
+            state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+            if not isinstance(state, Mapping):
+                raise TypeError(f"it holds a {type(state).__name__}")
+            return state
 
     def write(self, folder: Path, gpus: int) -> tuple[int, int]:
         """Write all files of ``gpus`` ranks into ``folder``; returns their number and bytes."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpointError, check_tracker, steps_in
 
 _FILES = {"model": "model", "optimizer": "optim", "extra": "extra_state"}
@@ -84,6 +85,20 @@ def check_checkpoint(folder: str | Path, rank: int, world_size: int) -> None:
         fault = _fault_of(file)
         if fault is not None:
             raise DamagedCheckpointError(f"the checkpoint file {file} is damaged ({fault}); {_remedy(folder.parent)}")
+
+
+def latest_step(folder: Path) -> Path:
+    """The folder that verl's note of the latest checkpoint in ``folder`` names; ``folder`` itself without a note.
+
+    Raises:
+        UserError: the note is damaged, or that checkpoint is gone.
+    """
+    tracker, remedy = folder / TRACKER_FILE, "Name a folder global_step_<n>"
+    try:
+        with reading(tracker, "note of the latest checkpoint", remedy, DamagedCheckpointError):
+            return folder / f"global_step_{check_tracker(tracker)}" if tracker.exists() else folder
+    except DamagedCheckpointError as error:
+        raise UserError(str(error)) from None
 
 
 def check_ranks(folder: Path, world_size: int) -> None:

@@ -5,13 +5,13 @@
 A remote path is read through verl's own copy. A hub name without a network is left to the workers.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, traits_of
+from jetrl_verl.inputs import load_json, reading
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .installed import on_cpu
@@ -86,21 +86,16 @@ def _read(path: str, local: str) -> ModelFiles | None:
         if config_file is None:
             return None
 
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     from jetrl_verl.models import model_types
 
-    try:
-        model = json.loads(config_file.read_text())
+    remedy = "Set actor_rollout_ref.model.path to a complete Hugging Face folder"
+    with reading(config_file, "model config", remedy, UnsupportedConfiguration):
+        model = load_json(config_file)
         if model.get("model_type") in model_types():
             # What config.json leaves out takes the default of its class (Qwen3's head_dim, for one).
             model = AutoConfig.from_pretrained(config_file.parent).to_dict()
-    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
-        raise UnsupportedConfiguration(
-            f"{config_file} is not a readable model config ({type(error).__name__}). Set "
-            "actor_rollout_ref.model.path to a complete Hugging Face folder."
-        ) from None
     return ModelFiles(path, folder, model)
 
 
@@ -311,28 +306,31 @@ def padding_words(entries: int, path: str | None) -> dict[str, str]:
     return {"scope": scope, "why": f"{path} would leave them unmasked in the trainer alone"}
 
 
-def _check_weight_files(folder: Path) -> None:
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model folder, those of its index where it has one; empty without any.
+
+    Raises:
+        UnsupportedConfiguration: the index cannot be read.
+    """
     index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("*.safetensors"))
-    if index.exists():
-        try:
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UnsupportedConfiguration(
-                f"{index} is not a readable weight index ({type(error).__name__}). Copy the model folder again."
-            ) from None
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    with reading(index, "weight index", "Copy the model folder again", UnsupportedConfiguration):
+        return [folder / name for name in sorted(set(load_json(index)["weight_map"].values()))]
+
+
+def _check_weight_files(folder: Path) -> None:
+    files = weight_files(folder)
     if not files and not list(folder.glob("*.bin")):
         raise UnsupportedConfiguration(
             f"the model folder {folder} holds no weights (*.safetensors). Set "
             "actor_rollout_ref.model.path to a complete folder."
         )
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     for file in files:
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise UnsupportedConfiguration(
-                f"the weight file {file} is missing or damaged ({type(error).__name__}). Copy the model folder again."
-            ) from None
+        with (
+            reading(file, "weight file", "Copy the model folder again", UnsupportedConfiguration),
+            safe_open(file, framework="numpy"),
+        ):
+            pass

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands of ``jetrl``: doctor, report, diff, memory, compare and demo."""
 
+from jetrl_verl.inputs import UserError
 
-class ToolError(Exception):
+
+class ToolError(UserError):
     """A command cannot go on for a reason the user can act on; the message is one sentence that says how."""

@@ -8,15 +8,17 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.job import Job
+from jetrl_verl.inputs import reading
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.progress import Tracker
@@ -40,8 +42,33 @@ class RunPaths:
 
     def job(self) -> dict[str, str]:
         """What the run's composed config resolved to, for reports."""
-        node = yaml.safe_load(self.config.read_text()).get("jetrl")
+        with reading(self.config, "composed configuration of a run", "Delete the folder and run again", ToolError):
+            node = yaml.safe_load(self.config.read_text(encoding="utf-8")).get("jetrl")
         return Job.of(node).facts() if node else {"precision": "bf16"}
+
+
+def compose(words: Sequence[str], checked: bool = True) -> DictConfig:
+    """verl's configuration with a user's overrides, interpolations resolved as verl does.
+
+    ``checked``: refuse what a precision does not support. ``ToolError`` if Hydra or a check refuses an override.
+    """
+    import verl.trainer.config  # noqa: F401  brings the group `precision` into Hydra
+    from hydra import compose, initialize_config_module
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from jetrl_verl.config.hydra_plugin import unchecked
+
+    try:
+        with (
+            initialize_config_module("verl.trainer.config", version_base=None),
+            nullcontext() if checked else unchecked(),
+        ):
+            config = compose("ppo_trainer", list(words))
+        OmegaConf.resolve(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ToolError(f"verl does not accept these overrides: {str(error).rstrip('.')}. Correct them.") from None
+    return config
 
 
 def build_environment(paths: RunPaths, device: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
+from jetrl_verl.inputs import reading, writing
 from jetrl_verl.patches import all_patches, installed_states
 from jetrl_verl.patches.patch import PatchError
 
@@ -26,21 +27,24 @@ def patch_into(folder: Path, write: bool) -> str:
     Raises:
         PatchError: neither verl nor vLLM, or a function that is neither the pinned one nor the replacement.
     """
-    if (folder / "__init__.py").exists():
-        folder = folder.parent
-    patches = [patch for patch in all_patches() if (folder / patch.project / "__init__.py").exists()]
+    with reading(folder, "folder", "Set --into to the folder that holds the package"):
+        if (folder / "__init__.py").exists():
+            folder = folder.parent
+        patches = [patch for patch in all_patches() if (folder / patch.project / "__init__.py").exists()]
     if not patches:
         raise PatchError(f"{folder} holds neither verl nor vllm. Set --into to the folder that holds the package.")
     before: dict[Path, str] = {}
     after: dict[Path, str] = {}
     for patch in patches:
         file = folder / patch.path
-        before.setdefault(file, file.read_text() if file.exists() else "")
-        after[file] = patch.written_into(after.get(file, before[file]))
+        with reading(file, "source file", "Check the package out again", PatchError):
+            before.setdefault(file, file.read_text(encoding="utf-8") if file.exists() else "")
+            after[file] = patch.written_into(after.get(file, before[file]))
     if write:
         for file, text in after.items():
             if text != before[file]:
-                file.write_text(text)
+                with writing(file, "the source file"):
+                    file.write_text(text)
     return "".join(
         line
         for file, text in after.items()

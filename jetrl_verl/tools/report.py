@@ -19,6 +19,7 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: reports are written on machines without a display
 import matplotlib.pyplot as plt
 
+from jetrl_verl.inputs import load_json, reading
 from jetrl_verl.tools import ToolError
 
 REWARD = "critic/score/mean"
@@ -93,7 +94,10 @@ def load_run(folder: Path, name: str | None = None) -> Run:
     if not steps:
         raise ToolError(f"the run in {folder} logged nothing to {folder / 'metrics.jsonl'}; run it again")
     facts_file = folder / "run.json"
-    facts = json.loads(facts_file.read_text()) if facts_file.is_file() else {}
+    facts = {}
+    if facts_file.exists():
+        with reading(facts_file, "record of a run", "Delete the folder and run again", ToolError):
+            facts = load_json(facts_file)
     return Run(name or facts.get("precision") or folder.name, sorted(steps.items()), facts)
 
 
@@ -105,7 +109,10 @@ def read_metrics(folder: Path) -> dict[int, dict]:
     """
     steps: dict[int, dict] = {}
     for path in (*sorted(folder.glob("metrics-*.jsonl")), folder / "metrics.jsonl"):
-        lines = path.read_text().splitlines() if path.is_file() else []
+        lines: list[str] = []
+        if path.exists():
+            with reading(path, "file of metrics", "Delete the folder and run again", ToolError):
+                lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)

@@ -311,8 +311,6 @@ def damage(step: Path, what: str) -> None:
     folder = step / "actor"
     if what == "fsdp1":
         (folder / "fsdp_config.json").write_text('{"FSDP_version": 1, "world_size": 2}')
-    elif what == "no config":
-        (folder / "fsdp_config.json").write_text("{")
     elif what == "missing rank":
         for content in CONTENTS:
             (folder / f"{content}_world_size_2_rank_1.pt").unlink()
@@ -348,7 +346,6 @@ def damage(step: Path, what: str) -> None:
             "fsdp1",
             "written under FSDP1, whose optimizer states cannot be sharded again; resume with 2 GPUs, or merge it",
         ),
-        ("no config", "fsdp_config.json is not what verl writes (JSONDecodeError); copy the checkpoint again."),
         ("missing rank", "_world_size_2_rank_1.pt is missing; there is no earlier checkpoint"),
         ("no model", "lacks model_world_size_2_rank_*.pt, which fsdp_config.json names"),
         ("no state", "holds no trainer state"),
@@ -371,11 +368,6 @@ def test_a_refused_checkpoint_gives_one_sentence_and_writes_nothing(what, senten
 
 def test_invalid_arguments_give_one_sentence(step, tmp_path):
     assert f"{step / 'actor'} was written by 2 ranks already; resume it as it is." in refused(str(step), "--gpus", "2")
-    assert "--gpus 0 is not a number of ranks" in refused(str(step), "--gpus", "0")
-    assert "is remote; copy the checkpoint" in refused("hdfs://host/global_step_3", "--gpus", "3")
-    assert "s3://bucket/new is remote" in refused(str(step), "--gpus", "3", "--out", "s3://bucket/new")
-    assert "is not a folder global_step_<n> of a verl run" in refused(str(tmp_path), "--gpus", "3")
-    assert "exists and is not an empty folder" in refused(str(step), "--gpus", "3", "--out", str(step.parent))
     (tmp_path / "global_step_9").mkdir()
     assert "holds no checkpoint of verl's FSDP engines" in refused(str(tmp_path / "global_step_9"), "--gpus", "3")
     reshard(step, 3)

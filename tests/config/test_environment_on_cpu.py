@@ -281,16 +281,16 @@ def test_a_damaged_weight_file_is_refused(model_folder):
     folder = model_folder()
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    assert "model.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
+    assert "model.safetensors is not a readable weight file" in refusal(check, folder, OPTIONS, 1)
     weights.write_bytes(b"not safetensors")
-    assert "model.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
+    assert "model.safetensors is not a readable weight file" in refusal(check, folder, OPTIONS, 1)
 
 
 def test_a_weight_index_with_a_missing_file_is_refused(model_folder):
     folder = model_folder()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
-    assert "model-2.safetensors is missing or damaged" in refusal(check, folder, OPTIONS, 1)
+    assert "model-2.safetensors is not a readable weight file" in refusal(check, folder, OPTIONS, 1)
     index.write_text("{}")
     assert "is not a readable weight index" in refusal(check, folder, OPTIONS, 1)
 

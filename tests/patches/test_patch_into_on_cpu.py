@@ -128,8 +128,3 @@ def test_a_changed_function_is_refused_and_nothing_is_written(tmp_path):
     assert refused.exit_code == 1
     assert "ReplayBuffer._wait_for_next_poll" in refused.stderr and "Install verl 0.9.1." in refused.stderr
     assert {path: path.read_text() for path in tmp_path.rglob("*.py")} == before
-
-
-def test_a_folder_without_verl_and_vllm_is_refused(tmp_path):
-    refused = run("--into", str(tmp_path))
-    assert refused.exit_code == 1 and "holds neither verl nor vllm" in refused.stderr

@@ -14,9 +14,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from jetrl_verl.cli import app
 from jetrl_verl.tools import ToolError, launch, process_tree
 from jetrl_verl.tools.compare import run
 from jetrl_verl.tools.compare.run import CompareOptions, CompareRun, Job, run_compare
@@ -133,24 +131,6 @@ def test_an_interruption_ends_every_started_process(tmp_path):
         driver.kill()
     assert driver.returncode == 128 + signal.SIGTERM and "Run the same command to continue" in rest
     assert f"{tmp_path}" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--precisions", "bf16,fp4"], "'fp4' is not a precision"),
-        (["--precisions", "jet_fp8+data.seed=4"], "data.seed is set by jetrl compare for each run. Remove it"),
-        (["--precisions", "bf16,bf16"], "--precisions is empty or repeats a value"),
-        (["--samples", "4"], "--temperature above 0 for several samples"),
-        (["--device", "tpu"], "'tpu' is not a device"),
-        (["--", "python3", "-m", "verl", "+data.seed=4"], "data.seed is set by jetrl compare"),
-        (["--", "no-such-program", "run"], "no-such-program is not a program"),
-    ],
-)
-def test_bad_arguments_are_one_sentence(arguments, sentence, tmp_path):
-    result = CliRunner().invoke(app, ["compare", "--out", str(tmp_path / "out"), *arguments])
-    assert result.exit_code == 1 and not (tmp_path / "out").exists()
-    assert result.stderr.startswith("error: ") and sentence in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_accuracy_differences_and_errors_by_hand():

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_verl.inputs import UserError
 
-class UnsupportedConfiguration(ValueError):
+
+class UnsupportedConfiguration(UserError, ValueError):
     """What a precision does not support: ``X is not supported with Y: why. Set Z.``"""
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.support.table import refusal
+from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.provenance import provenance
 
@@ -46,7 +47,8 @@ def load_config(path: str | Path) -> Any:
             f"The job did not write its composed configuration to {path}. Give a command that passes its last words on "
             "to verl, and do not set hydra.output_subdir=null."
         )
-    config = OmegaConf.load(path)
+    with reading(path, "composed configuration of a run", "Delete the folder of the run and start again", ToolError):
+        config = OmegaConf.load(path)
     if OmegaConf.select(config, "reward.reward_model.enable") or OmegaConf.select(config, "reward_model.enable"):
         raise ToolError(refusal("reward_model_of_compare"))
     return config
@@ -158,7 +160,7 @@ class Engine:
 
 def evaluate(request: Request) -> None:
     """Score the policies of ``request``. ``ToolError`` if some cannot be scored; all others are scored first."""
-    from jetrl_verl.checkpoint.export import ExportError, ExportOptions, export
+    from jetrl_verl.checkpoint.export import ExportOptions, export
 
     config = load_config(request.config)
     # verl draws the problems of data.val_max_samples with it, and the file has the seed of its run.
@@ -173,7 +175,7 @@ def evaluate(request: Request) -> None:
                 shutil.rmtree(weights, ignore_errors=True)
                 export(Path(checkpoint), weights, ExportOptions("bf16"))
                 engine.load(weights)
-        except (ExportError, OSError) as error:
+        except UserError as error:
             print(f"{name} is not scored: {error}", flush=True)
             unscored.append(name)
             continue

@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.inputs import load_json, reading, writing
 from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.compare.evaluate import Request, load_config
 from jetrl_verl.tools.compare.table import BEFORE, CAPTION, Scores, cells, summarize
@@ -68,9 +69,8 @@ class CompareOptions:
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
                 raise ToolError(f"--{name} is empty or repeats a value. Set each value once, with commas.")
-        if min(self.samples, self.steps) < 1 or self.temperature < 0 or (self.temperature == 0 and self.samples > 1):
-            wanted = "--samples and --steps of at least 1, and --temperature above 0 for several samples"
-            raise ToolError(f"The numbers are not supported: give {wanted}.")
+        if self.temperature == 0 and self.samples > 1:
+            raise ToolError(f"{self.samples} --samples of a greedy evaluation are equal. Set --temperature above 0.")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class CompareRun:
     row = property(lambda self: parse_row(self.precision, PRECISIONS))
     name = property(lambda self: f"{self.row.slug}-seed{self.seed}")
     paths = property(lambda self: RunPaths(self.out / "runs" / self.name))
-    finished = property(lambda self: self.paths.facts.is_file())
+    finished = property(lambda self: self.paths.facts.exists())
     checkpoints = property(lambda self: self.paths.folder / "checkpoints")
 
 
@@ -132,8 +132,10 @@ def run_compare(
         with signals_raise():
             job = _job(options, trainer, say)
             made_by = out / "job.json"
-            if made_by.is_file() and json.loads(made_by.read_text()) != job.command:
-                raise ToolError(f"{out} was made by another command. Choose another --out, or delete that folder.")
+            if made_by.exists():
+                with reading(made_by, "record of a comparison", "Choose another --out", ToolError):
+                    if load_json(made_by, list) != job.command:
+                        raise ToolError(f"{out} was made by another command. Choose another --out, or delete that one.")
             _write(made_by, job.command)
             for run in runs:
                 train(run, job, console, say)
@@ -158,10 +160,8 @@ def _job(options: CompareOptions, trainer: Sequence[str], say) -> Job:
         device, prepared = choose_device(options.device), cache.find(cache.Recipe(), options.cache)
     elif shutil.which(options.words[0]) is None:
         raise ToolError(f"{options.words[0]} is not a program. Give overrides, or a verl command line after --.")
-    try:
+    with writing(options.out, "--out", ToolError):
         options.out.mkdir(parents=True, exist_ok=True)  # before the warm-up, which takes minutes
-    except OSError as error:
-        raise ToolError(f"{options.out} cannot be created: {error.strerror}. Choose another --out.") from None
     if not is_demo:
         return Job(list(options.words), os.environ)
     prepared = prepared or cache.make(cache.Recipe(), options.cache, device, say)
@@ -213,7 +213,7 @@ def score(
     out, name = runs[0].out, f"scores-{options.temperature:g}-{options.samples}.json"
     files = {BEFORE: out / name, **{run.name: run.paths.folder / name for run in runs}}
     checkpoints = {run.name: str(run.checkpoints) for run in runs}
-    missing = {name: (checkpoints.get(name), str(file)) for name, file in files.items() if not file.is_file()}
+    missing = {name: (checkpoints.get(name), str(file)) for name, file in files.items() if not file.exists()}
     if missing:
         log, spec = out / "evaluation.log", out / "evaluation.json"
         _write(spec, vars(Request(str(runs[0].paths.config), missing, options.temperature, options.samples)))
@@ -223,7 +223,12 @@ def score(
                 pass
         if (status := tree.poll()) != 0:
             say("\n  ".join([f"the evaluation ended with status {status}:", *last_errors(log)]))
-    return {name: json.loads(file.read_text())["scores"] if file.is_file() else None for name, file in files.items()}
+    return {name: _scores(file) if file.exists() else None for name, file in files.items()}
+
+
+def _scores(file: Path) -> Scores:
+    with reading(file, "file of scores", "Delete it, and run the same command again", ToolError):
+        return load_json(file)["scores"]
 
 
 def _write_tables(

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from jetrl_verl.inputs import load_json, reading, writing
 from jetrl_verl.tools.demo import DemoError, policy, task, warmup
 from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
@@ -50,12 +51,11 @@ class Prepared:
 def find(recipe: Recipe, cache: Path) -> Prepared | None:
     """The entry for ``recipe``, or None. Raises ``DemoError`` if it is damaged."""
     folder = _folder(recipe, cache)
-    if not folder.exists():
-        return None
-    try:
-        return Prepared(folder.resolve(), json.loads((folder / "facts.json").read_text()))
-    except (OSError, ValueError) as error:
-        raise DemoError(f"{folder / 'facts.json'} is not readable. Delete {folder} and run again.") from error
+    with writing(cache, "--cache", DemoError):
+        if not folder.exists():
+            return None
+    with reading(folder / "facts.json", "record of the warm-up", f"Delete {folder} and run again", DemoError):
+        return Prepared(folder.resolve(), load_json(folder / "facts.json"))
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
@@ -66,11 +66,9 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
+    with writing(cache, "--cache", DemoError):
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
-    except OSError as error:
-        raise DemoError(f"--cache {cache} is no folder to write in ({error.strerror}). Choose another.") from None
     try:
         facts = _fill(recipe, building, device, report)
         (building / "facts.json").write_text(json.dumps(facts, indent=2))

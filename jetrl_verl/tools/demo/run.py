@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.inputs import writing
 from jetrl_verl.tools.demo import DemoError, baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
 from jetrl_verl.tools.demo.policy import POLICIES
@@ -57,8 +58,6 @@ class DemoOptions:
             raise DemoError(f"{self.policy!r} is not a policy. Choose one of {', '.join(POLICIES)}.")
         if self.device not in DEVICES:
             raise DemoError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
-        if self.steps < 1:
-            raise DemoError(f"--steps {self.steps} trains nothing. Set at least 1.")
         if word := precision_word(self.overrides):
             raise DemoError(f"{word} would leave the run named after {self.precision}. Set it with --precision.")
 
@@ -114,10 +113,8 @@ def run_demo(
 def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str, say) -> cache.Prepared:
     """Data, policy and the folder of the run; the folder first, since the warm-up takes a minute."""
     prepared = cache.find(recipe, options.cache)
-    try:
+    with writing(options.out, "--out", DemoError):
         paths.folder.mkdir(parents=True)
-    except OSError as error:
-        raise DemoError(f"--out {options.out} is no folder to write in ({error.strerror}). Choose another.") from None
     if prepared is None:
         say(f"preparing data and policy in {options.cache} (kept for later runs)")
         return cache.make(recipe, options.cache, device, say)

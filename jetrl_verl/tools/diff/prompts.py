@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.inputs import load_json, reading, reason_of
 from jetrl_verl.tools.diff import DiffError
 
 BUILT_IN = (
@@ -29,22 +30,18 @@ class Prompts:
 
 def _rows(file: Path, limit: int) -> list[Any]:
     """The first ``limit`` prompts of a file: strings, lists of chat messages, or token ids."""
-    try:
+    kinds = "lines of text (.txt), objects with prompt or prompt_token_ids (.jsonl), verl's column prompt (.parquet)"
+    with reading(file, "file of prompts", f"Give {kinds}", DiffError):
         if file.suffix == ".parquet":
             import pyarrow.parquet
 
             table = pyarrow.parquet.read_table(file, columns=["prompt"])
             return table.slice(0, limit)["prompt"].to_pylist()
-        lines = [line for line in file.read_text().splitlines() if line.strip()][:limit]
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
         if file.suffix != ".jsonl":
             return lines
         rows = [json.loads(line) for line in lines]
         return [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DiffError(
-            f"{file} has no readable prompts ({type(error).__name__}); give lines of text (.txt), objects with prompt "
-            "or prompt_token_ids (.jsonl), or verl's column prompt (.parquet)."
-        ) from None
 
 
 def _encode(row: Any, tokenizer: Any) -> list[int]:
@@ -68,28 +65,20 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:  # templates raise any exception
         raise DiffError(
-            f"the model's chat template does not accept {repr(row)[:60]} ({_reason(error)}); correct the messages or "
+            f"the model's chat template does not accept {repr(row)[:60]} ({reason_of(error)}); correct the messages or "
             "give prompt_token_ids."
         ) from None
-
-
-def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".!")
 
 
 def _load(model: Path) -> tuple[Any, Any]:
     """Config and tokenizer of the folder ``model``, None without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
-    has_tokenizer = any((model / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    try:
+    with reading(model, "model folder", "Name a complete Hugging Face folder", DiffError):
+        load_json(model / "config.json")  # of what transformers says about a missing one, nothing names the file
+        has_tokenizer = any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if has_tokenizer else None
-    except Exception as error:  # parsers of damaged files raise any exception
-        raise DiffError(
-            f"transformers cannot read config and tokenizer in {model} ({_reason(error)}); name a complete Hugging "
-            "Face folder."
-        ) from None
 
 
 def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:

@@ -22,16 +22,17 @@ from jetrl_verl.algorithms.old_log_probs import StoppedSequence
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.config.support.row import UnsupportedConfiguration
+from jetrl_verl.inputs import reading, writing
 from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.prompts import Prompts, read_prompts
 from jetrl_verl.tools.diff.recording import Recording, Request
-from jetrl_verl.tools.launch import precision_word, quote
+from jetrl_verl.tools.launch import compose, precision_word, quote
 from jetrl_verl.tools.provenance import provenance
 
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What to compare. Raises ``DiffError`` for a wrong value.
+    """What to compare. Raises ``DiffError`` for a wrong precision.
 
     Attributes:
         model: Hugging Face folder. prompts: file, None for the built-in ones. limit: number of prompts.
@@ -58,12 +59,6 @@ class DiffOptions:
             raise DiffError("no precision was named; use --precision jet_fp8_exact.")
         if word := precision_word(self.overrides):
             raise DiffError(f"{word} would leave the report named after another precision; choose it with --precision.")
-        if not (self.model / "config.json").is_file():
-            raise DiffError(f"{self.model} is not a Hugging Face folder (config.json); name a model folder.")
-        if self.response < 1 or self.limit < 1:
-            raise DiffError("there is nothing to compare without a prompt and a response; use 1 or more of each.")
-        if not self.temperature > 0:
-            raise DiffError(f"--temperature {self.temperature} has no distribution to compare; use one above 0.")
 
 
 @dataclass(frozen=True)
@@ -80,9 +75,6 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     Raises:
         DiffError: verl's configuration does not compose, or the precision does not support the model.
     """
-    import verl  # noqa: F401  brings the group `precision` into Hydra
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     from jetrl_verl.config.model import check_model, read_model
@@ -94,21 +86,21 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]
+    config = compose([*words, *overrides])
     try:
-        with initialize_config_module("verl.trainer.config", version_base=None):
-            config = compose("ppo_trainer", overrides=[*words, *overrides])
         rollout = config.actor_rollout_ref.rollout
         user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
         job = None if config.get("jetrl") is None else Job.of(OmegaConf.to_container(config.jetrl))
         if job is not None:
             user = vllm_arguments(job, user)
             check_model(job, read_model(str(model.absolute())))
-    except (HydraException, UnsupportedConfiguration) as error:
+    except UnsupportedConfiguration as error:
         raise DiffError(str(error)) from None
     if rollout.tensor_model_parallel_size != 1:
         raise DiffError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
     graphs = user.pop("compilation_config", None) or {}
-    graphs = json.loads(graphs) if isinstance(graphs, str) else dict(graphs)
+    with reading(f"compilation_config={graphs}", "setting of vLLM", "Set a mapping", DiffError):
+        graphs = json.loads(graphs) if isinstance(graphs, str) else dict(graphs)
     if rollout.cudagraph_capture_sizes:
         graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
     names = ("dtype", "enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
@@ -238,13 +230,8 @@ def _one(
 
 def _stopped(options: DiffOptions) -> tuple[DiffOptions, StoppedSequence]:
     """``options`` of the run that has saved ``options.sequence``, and that sequence."""
-    try:
+    with reading(options.sequence, "sequence of a stopped run", "Name the sequence.json that it printed", DiffError):
         stopped = StoppedSequence.load(options.sequence)
-    except (OSError, TypeError, ValueError) as error:
-        raise DiffError(
-            f"--sequence {options.sequence} is not a sequence of a stopped run ({type(error).__name__}); name the "
-            "sequence.json that it printed."
-        ) from None
     words = tuple(f"jetrl.{name}={value}" for name, value in stopped.options.items())
     return replace(options, temperature=stopped.temperature, overrides=(*words, *options.overrides)), stopped
 
@@ -262,10 +249,8 @@ def run_diff(options: DiffOptions, console: Console) -> int:
     if stopped is not None:
         prompts = replace(prompts, ids=[stopped.prompt])
     for name in options.precisions:
-        try:
+        with writing(options.out, "--out", DiffError):
             (options.out / name).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise DiffError(f"--out {options.out} is not writable ({error.strerror}); name another.") from None
     summaries = [_one(options, name, prompts, stopped, options.out / name, console) for name in options.precisions]
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     report = {"build": provenance(), "options": facts, "precisions": summaries}

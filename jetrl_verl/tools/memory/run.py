@@ -21,10 +21,19 @@ from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal, refu
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.tools import ToolError
+from jetrl_verl.tools import ToolError, launch
 from jetrl_verl.tools.launch import precision_word
 from jetrl_verl.tools.memory.shapes import Model, find_config, model_of
-from jetrl_verl.tools.memory.terms import GIB, PRECISIONS, Terms, gpus_of, longest_of, micro_batches, phases_of
+from jetrl_verl.tools.memory.terms import (
+    GIB,
+    PRECISIONS,
+    Terms,
+    check_numbers,
+    gpus_of,
+    longest_of,
+    micro_batches,
+    phases_of,
+)
 
 REMEDIES = {
     "rollout": "a lower gpu_memory_utilization, param_offload and optimizer_offload, or more GPUs",
@@ -46,9 +55,10 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
         raise ToolError("there is no job. Pass --script FILE, --model NAME, or verl's overrides after `--`.")
     config = compose(words)
     get = reader(config)
+    check_numbers(get)
     gpus, tp, name = gpus_of(get), get(f"{ROLLOUT}.tensor_model_parallel_size"), str(get(f"{MODEL}.path"))
     kv_cache = get("jetrl.kv_cache")
-    if min(gpus, tp, longest_of(get)) < 1 or gpus % tp:
+    if gpus % tp:
         raise ToolError(f"{gpus} GPUs hold no replicas of TP {tp}. Set a tensor_model_parallel_size that divides them.")
     model = model_of(name, find_config(name), tp)
     costs = costs_of(config, model, tp)
@@ -95,29 +105,17 @@ def words_of_script(script: Path, arguments: Sequence[str] = ()) -> list[str]:
         python.write_text(f"#!/bin/sh\nprintf '%s\\0' \"$@\" > '{words}'\n")
         python.chmod(0o755)
         environment = {**os.environ, "PYTHON": str(python), "OUT": folder}
-        run = subprocess.run(["bash", str(script), *arguments], env=environment, capture_output=True, text=True)
-        recorded = words.read_text().split("\0")[:-1] if words.is_file() else []
+        run = subprocess.run(["bash", str(script), *arguments], env=environment, capture_output=True)
+        recorded = words.read_text(errors="replace").split("\0")[:-1] if words.is_file() else []
     if recorded[:1] != ["-m"]:
-        why = " ".join(run.stderr.strip().splitlines()[-1:])
+        why = " ".join(run.stderr.decode(errors="replace").strip().splitlines()[-1:])
         raise ToolError(f"{script} starts no trainer of verl with $PYTHON ({why}). Pass its overrides after `--`.")
     return recorded[2:]
 
 
 def compose(words: Sequence[str]) -> DictConfig:
-    """verl's configuration with a user's overrides under ``precision=jet_fp8``, neither refused nor resolved."""
-    import verl.trainer.config  # noqa: F401  brings the group `precision` into Hydra
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
-    from jetrl_verl.config.hydra_plugin import unchecked
-
-    overrides = [*(word for word in words if precision_word([word]) is None), "precision=jet_fp8"]
-    try:
-        with initialize_config_module("verl.trainer.config", version_base=None), unchecked():
-            return compose("ppo_trainer", overrides)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ToolError(f"verl does not accept these overrides: {' '.join(str(error).split())}") from None
+    """verl's configuration with a user's overrides under ``precision=jet_fp8``, neither refused nor decided."""
+    return launch.compose([*(word for word in words if precision_word([word]) is None), "precision=jet_fp8"], False)
 
 
 def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_verl.config.model import read_model
-from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
+from jetrl_verl.inputs import reading
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
@@ -126,11 +126,10 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
 def find_config(name: str) -> Mapping[str, Any]:
     """Configuration of a model folder, or of a known name with or without its owner; ``-base`` and ``-instruct`` have
     the sizes of their model."""
-    if Path(name).expanduser().is_dir():
-        try:
-            return read_model(name).config
-        except UnsupportedConfiguration as error:
-            raise ToolError(str(error)) from None
+    with reading(name, "name of a model", "Set a local folder", ToolError):
+        exists = Path(name).expanduser().exists()
+    if exists:
+        return read_model(str(Path(name).expanduser().absolute())).config
     short = name.rstrip("/").rpartition("/")[2].lower().removesuffix("-2507")
     for suffix in ("-base", "-instruct", "-thinking"):
         short = short.removesuffix(suffix)

@@ -3,12 +3,14 @@
 """Bytes on one GPU, term by term. P: parameters, S: GPUs that FSDP shards over, T: tokens of a micro-batch, L: layers,
 V, H: vocabulary and hidden size."""
 
+import math
 from typing import NamedTuple
 
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
 from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
+from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.memory.shapes import Model
 
 GIB = 2**30
@@ -154,6 +156,36 @@ PRECISIONS = (
     Precision("jet_fp8", FLOW, train=FLOW, shared=True),
 )
 """The others hold the same: ``*_tis`` and ``qurl_*`` as their rollout, ``jet_fp8_exact`` as ``jet_fp8``."""
+
+
+_COUNTS = (
+    *("trainer.n_gpus_per_node", "trainer.nnodes", "data.train_batch_size"),
+    *("data.max_prompt_length", "data.max_response_length", f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    *(f"{ROLLOUT}.{name}" for name in ("n", "tensor_model_parallel_size", "max_num_seqs")),
+    f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+)
+_OPTIONAL_COUNTS = (
+    *(f"{ACTOR}.fsdp_config.fsdp_size", f"{ACTOR}.ulysses_sequence_parallel_size"),
+    *(f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    *(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+)
+"""null, or -1, stands for verl's own choice."""
+
+_SIZES = (
+    f"{ROLLOUT}.gpu_memory_utilization",
+    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
+)
+
+
+def check_numbers(get: Get) -> None:
+    """Raise ``ToolError`` for a setting of a job that is read here and is not a number above 0."""
+    for key in (*_COUNTS, *_OPTIONAL_COUNTS, *_SIZES):
+        value = get(key)
+        if key in _OPTIONAL_COUNTS and value in (None, -1):
+            continue
+        if not isinstance(value, (int, float) if key in _SIZES else int) or not 0 < value < math.inf:
+            what = "number" if key in _SIZES else "whole number"
+            raise ToolError(f"{key}={value} is no {what} above 0, so nothing can be counted with it. Set one.")
 
 
 def gpus_of(get: Get) -> int:

@@ -125,9 +125,11 @@ def document() -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """The rows in Markdown, without columns that are empty or the same in all."""
+    """The rows in Markdown, without columns that are empty or the same in all of several."""
     lines = [("not supported", "setting", "with", "why", "remedy"), *map(cells, rows)]
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:]) and len(set(column[1:])) > 1]
+    columns = [
+        column for column in zip(*lines, strict=True) if any(column[1:]) and (len(lines) == 2 or len({*column[1:]}) > 1)
+    ]
     lines = list(zip(*columns, strict=True))
     lines.insert(1, ("---",) * len(columns))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -95,7 +95,7 @@ def _covers(get: Get, node: str) -> bool:
         return True
     try:
         if model is not None:
-            check_attention(model, overrides_of_trainer(get, node))
+            check_attention(model.changed(overrides_of_trainer(get, node)))
     except (Unsupported, UnsupportedConfiguration):
         return False
     return True

@@ -20,7 +20,7 @@ from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UN
 from .attention import announcement, chosen_attentions, flash_attention_runs
 from .installed import installed_version, on_cpu
 from .job import Job
-from .model import overridden_fields, overrides_of_trainer, read_model
+from .model import overrides_of_both, overrides_of_trainer, read_model
 from .options import PRECISIONS, JetConfig
 from .support.limits import PINS
 from .support.operations import NOTE_ROWS
@@ -76,7 +76,7 @@ def resolve(config: DictConfig) -> Job | None:
         _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
     ranks, bucket = get(TENSOR_PARALLEL) or 1, get(BUCKET) or Job.bucket_megabytes
-    job = Job(options, inexact, ranks, versions, flash_attention_runs(get), bucket)
+    job = Job(options, inexact, ranks, versions, flash_attention_runs(get), bucket, overrides_of_both(get))
     for line in _start_lines(job, get):
         _say(f"jetrl_verl: {line}")
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
@@ -169,15 +169,11 @@ def _uncovered(get: Get) -> Iterator[str]:
     if on_cpu():
         yield TABLE["cpu"].loss(what="VERL_PLATFORM=cpu")
         return
-    path, trainer = get(f"{MODEL}.path"), overrides_of_trainer(get)
+    path = get(f"{MODEL}.path")
     try:
-        model = read_model(path)
-        config = {} if model is None else model.config
-        for why in overridden_fields(config, trainer, get(f"{VLLM}.hf_overrides") or {}):
-            yield TABLE["overridden_model"].loss(why=why)
-        if config:
-            decoder = family(config)
-            for error in decoder.uncovered_operations(decoder.as_trained(config, trainer)):
+        if (model := read_model(path)) is not None:
+            config = model.changed(overrides_of_trainer(get)).config
+            for error in family(config).uncovered_operations(config):
                 yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
     except Unsupported as error:
         yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, cache_traits
 
 from .options import JetConfig
@@ -39,6 +41,7 @@ class Job:
         versions: installed release of each pinned package, on the driver.
         flash_attention: whether a model of the trainer runs flash-attn.
         bucket_megabytes: of the weight sync's transport, in MiB.
+        overrides: fields of the model's configuration that the job overrides in both, trainer and rollout.
     """
 
     options: JetConfig
@@ -47,6 +50,7 @@ class Job:
     versions: Mapping[str, str | None] = field(default_factory=dict)
     flash_attention: bool = False
     bucket_megabytes: int = 2048
+    overrides: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, node: "Mapping[str, Any] | Job | None") -> "Job":
@@ -61,8 +65,8 @@ class Job:
         if node is None or "job" not in node or node["operations"] not in ("stock", "shared"):
             refuse("class_without_options", what="a jetrl node that is absent or was not resolved")
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
-        facts = dict(node["job"])
-        return cls(options, **(facts | {"inexact": tuple(facts["inexact"]), "versions": dict(facts["versions"])}))
+        facts = OmegaConf.to_container(OmegaConf.create(dict(node["job"])))
+        return cls(options, **(facts | {"inexact": tuple(facts["inexact"])}))
 
     def as_dict(self) -> dict[str, Any]:
         """The ``jetrl`` node: the options, and the rest under ``job``, as plain Python values."""

@@ -6,7 +6,7 @@ A remote path is read through verl's own copy. A hub name without a network is l
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,33 @@ from jetrl_verl.inputs import load_json, reading
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .installed import on_cpu
-from .support.row import Get, UnsupportedConfiguration
-from .support.scopes import ATTENTION, BUCKET, CRITIC_MODEL, MODEL, REPLICAS, ULYSSES, ULYSSES_OF_THE_CRITIC, VLLM
+from .support.row import Get, UnsupportedConfiguration, shown
+from .support.scopes import (
+    ATTENTION,
+    BUCKET,
+    CRITIC_MODEL,
+    MODEL,
+    REPLICAS,
+    ROTARY,
+    ULYSSES,
+    ULYSSES_OF_THE_CRITIC,
+    VLLM,
+)
 from .support.table import explained, refusal, refuse
 
 if TYPE_CHECKING:
     from .job import Job
+
+OF_ONE_SIDE = frozenset(
+    {
+        *("_attn_implementation", "attn_implementation", "experts_implementation", "dtype", "torch_dtype", "use_cache"),
+        *("output_attentions", "output_hidden_states", "return_dict", "initializer_range", "chunk_size_feed_forward"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "num_labels", "problem_type"),
+        *("_name_or_path", "name_or_path", "transformers_version", "auto_map", "quantization_config"),
+    }
+)
+"""Fields of a model's configuration that change no number of its forward, or that the precision sets; any other one is
+the same on both sides."""
 
 REACHES = ("verl.utils.fs:copy_to_local",)
 """What this file calls as verl's workers do, which then find its copy; scripts/reach.py watches it."""
@@ -38,6 +59,10 @@ class ModelFiles:
     path: str
     folder: Path | None
     config: Mapping[str, Any]
+
+    def changed(self, fields: Mapping[str, Any]) -> "ModelFiles":
+        """The model with other fields of its configuration."""
+        return replace(self, config={**self.config, **fields})
 
 
 def read_model(path: str | None) -> ModelFiles | None:
@@ -117,25 +142,34 @@ def overrides_of_trainer(get: Get, node: str = MODEL) -> dict[str, Any]:
     return overrides.get("model_config", overrides)
 
 
-def overridden_fields(
-    model: Mapping[str, Any], trainer: Mapping[str, Any], rollout: Mapping[str, Any]
-) -> Iterator[str]:
-    """Fields that the shared operations read and that one side overrides, a clause each.
+def overrides_of_both(get: Get) -> dict[str, Any]:
+    """A job's overrides of the model's configuration that the rollout gets as well: the trainer's, but
+    :data:`OF_ONE_SIDE`."""
+    return {name: value for name, value in overrides_of_trainer(get).items() if name not in OF_ONE_SIDE}
+
+
+def fields_of_one_side(config: Mapping[str, Any], trained: Mapping[str, Any], get: Get) -> Iterator[str]:
+    """Messages about fields of the model's configuration that the trainer and the rollout would have different.
 
     Args:
-        model: configuration of the model; empty where it cannot be read, and then every override counts.
-        trainer, rollout: what is overridden in the copy of either side.
+        config: as ``config.json`` has it. trained: as the trainer has it.
     """
-    from jetrl_verl.models import family
-    from jetrl_verl.models.families.base import SHARED_FIELDS
-
-    dropouts = family(model).dropouts if model else ()
-    for where, overrides in ((f"{MODEL}.override_config", trainer), (f"{VLLM}.hf_overrides", rollout)):
-        for key, value in overrides.items():
-            # Without dropout the trainer computes what the rollout does.
-            silenced = key in dropouts and value == 0
-            if key in (*SHARED_FIELDS, *dropouts) and value != model.get(key) and not silenced:
-                yield f"{where} overrides {key} of the model"
+    key = f"{VLLM}.hf_overrides"
+    own = get(key) or {}
+    rollout = {**config, **overrides_of_both(get), **own}
+    for name in sorted((rollout.keys() | trained.keys()) - OF_ONE_SIDE):
+        sides = trained.get(name), rollout.get(name)
+        if sides[0] == sides[1]:
+            continue
+        what, remedy = f"{MODEL}.hf_config_path={get(f'{MODEL}.hf_config_path')}", f"Set {MODEL}.hf_config_path=null"
+        if name in own:
+            what = f"{key}.{name}={shown(own[name])}"
+            setting = f"{MODEL}.override_config.{name}, which both sides get,"
+            if name in ROTARY or isinstance(own[name], Mapping):
+                setting = f"{name} in config.json of a copy of the model"
+            remedy = f"Set {setting} instead"
+        why = f"{name} would be {shown(sides[0])} in the trainer and {shown(sides[1])} in the rollout"
+        yield refusal("field_of_one_side", precision=get("jetrl.precision"), what=what, why=why, remedy=remedy)
 
 
 def trained_models(get: Get) -> tuple[str, ...]:
@@ -145,13 +179,27 @@ def trained_models(get: Get) -> tuple[str, ...]:
     return (MODEL, CRITIC_MODEL) if critic else (MODEL,)
 
 
+def as_trained(model: ModelFiles, get: Get) -> ModelFiles:
+    """The model with the configuration that verl's trainer builds: of ``hf_config_path``, with the overrides."""
+    key = f"{MODEL}.hf_config_path"
+    configured = copy_model(get(key), key) or model
+    return replace(model, config=configured.config).changed(overrides_of_trainer(get))
+
+
 def check_models(job: "Job", get: Get) -> None:
     """Check the models of a job, of which remote ones are copied: files, shapes, operations, ranks, attention."""
     from jetrl_verl.models import model_types
 
     if (model := copy_model(get(f"{MODEL}.path"), f"{MODEL}.path")) is not None:
-        overrides = overrides_of_trainer(get)
-        check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",), overrides)
+        config, model = model.config, as_trained(model, get)
+        for message in fields_of_one_side(config, model.config, get):
+            raise UnsupportedConfiguration(message)
+        trusted = any(get(f"{node}.trust_remote_code") for node in (MODEL, VLLM))
+        if trusted and set(model.config.get("auto_map") or ()) - {"AutoTokenizer"}:
+            refuse(
+                "models_own_code", precision=job.options.precision, what=f"the model {model.path} with code of its own"
+            )
+        check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
         if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
             raise UnsupportedConfiguration(message)
         if on_cpu():
@@ -161,9 +209,9 @@ def check_models(job: "Job", get: Get) -> None:
         for key in ULYSSES:
             check_ulysses(job, model, key, get(key) or 1)
         if get(ATTENTION) == JETRL_ATTENTION:
-            check_attention(model, overrides)
+            check_attention(model)
         if get(f"{MODEL}.use_fused_kernels"):
-            check_vocabulary(model)
+            check_vocabulary(model, get(f"{MODEL}.tokenizer_path"))
     ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
     varlen = get(f"{CRITIC_MODEL}.override_config.attn_implementation") == JETRL_ATTENTION
     varlen = varlen and CRITIC_MODEL in trained_models(get)
@@ -175,20 +223,14 @@ def check_models(job: "Job", get: Get) -> None:
         if job.quantizes("critic"):
             check_model(job, critic, ("critic",))
         if varlen and critic.config["model_type"] in model_types():
-            check_attention(critic, overrides_of_trainer(get, CRITIC_MODEL), CRITIC_MODEL)
+            check_attention(critic.changed(overrides_of_trainer(get, CRITIC_MODEL)), CRITIC_MODEL)
 
 
-def check_model(
-    job: "Job",
-    model: ModelFiles,
-    roles: tuple[str, ...] = ("actor",),
-    overrides: Mapping[str, Any] | None = None,
-) -> None:
+def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor",)) -> None:
     """Check a model: its weight files open, it is unquantized, its shapes fit, and its operations are covered.
 
     Args:
         roles: ``actor``, ``ref`` or ``critic``; the actor alone runs the shared operations.
-        overrides: what the trainer changes in its copy of the configuration.
     """
     if model.folder is not None:
         _check_weight_files(model.folder)
@@ -203,7 +245,7 @@ def check_model(
             job.plans(model.config, role)
         decoder = family(model.config)
         if shared:
-            decoder.check_operations(decoder.as_trained(model.config, overrides or {}))
+            decoder.check_operations(model.config)
     if decoder.experts is not None and options.train != UNQUANTIZED:
         if not shared:
             refuse("mixture_with_stock_operations", what=f"the mixture of experts {model.path}")
@@ -267,35 +309,31 @@ def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
         refuse("ulysses_of_the_heads", precision=job.options.precision, what=what, why=why, remedy=remedy)
 
 
-def check_attention(model: ModelFiles, overrides: Mapping[str, Any], node: str = MODEL) -> None:
-    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of the model at ``node``.
-
-    Args:
-        overrides: of the trainer.
-    """
+def check_attention(model: ModelFiles, node: str = MODEL) -> None:
+    """Refuse what ``attn_implementation=jetrl_varlen`` does not do of the model at ``node``, as the trainer has it."""
     from jetrl_verl.models import family
     from jetrl_verl.models.families.base import read
 
-    decoder = family(model.config)
-    trained = decoder.as_trained(model.config, overrides)
     remedy = "" if node == MODEL else f"Set {node}.override_config.attn_implementation=sdpa"
-    if decoder.slides(trained):
+    if family(model.config).slides(model.config):
         refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,", remedy=remedy)
-    if rate := read(trained, "attention_dropout", 0.0):
+    if rate := read(model.config, "attention_dropout", 0.0):
         refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}", remedy=remedy)
 
 
-def check_vocabulary(model: ModelFiles) -> None:
-    """Refuse ``model.use_fused_kernels`` for a model in a folder whose vocabulary is larger than its tokenizer.
+def check_vocabulary(model: ModelFiles, tokenizer: str | None = None) -> None:
+    """Refuse ``model.use_fused_kernels`` for a model whose vocabulary is larger than its tokenizer, or the one at
+    the path ``tokenizer``.
 
     The fused kernel computes log-probabilities without lm_head's module, which is where the trainer masks the entries
     that the rollout masks.
     """
-    if model.folder is None:
+    folder = tokenizer or model.folder
+    if folder is None or "://" in str(folder):
         return
     from transformers import AutoTokenizer
 
-    padding = model.config["vocab_size"] - len(AutoTokenizer.from_pretrained(model.folder))
+    padding = model.config["vocab_size"] - len(AutoTokenizer.from_pretrained(folder))
     if padding > 0:
         refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(padding, model.path))
 

@@ -20,15 +20,17 @@ WORKER = "jetrl_verl.rollout.worker.JetWorker"
 def vllm_arguments(job: Job, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with our arguments filled in; the table of support refuses others for them.
 
-    Always ``quantization``, ``hf_overrides`` and ``worker_extension_cls``; ``worker_cls`` if operations are shared or
-    the KV cache is FP8; ``compilation_config`` if the trainer repeats the ranks' sums. Idempotent.
+    Always ``quantization``, ``hf_overrides`` (with what the job overrides in the trainer's model) and
+    ``worker_extension_cls``; ``worker_cls`` if operations are shared or the KV cache is FP8; ``compilation_config`` if
+    the trainer repeats the ranks' sums. Idempotent.
     """
     arguments = dict(user or {})
     method = VLLM_METHODS[job.options.rollout]
     # The layers outside the contract are BF16 on both sides.
     quantization = {"quant_method": method, **job.for_vllm(), "modules_to_not_convert": ["lm_head"]}
     arguments["quantization"] = method
-    arguments["hf_overrides"] = {**_mapping(arguments.get("hf_overrides")), "quantization_config": quantization}
+    own = _mapping(arguments.get("hf_overrides"))
+    arguments["hf_overrides"] = {**job.overrides, **own, "quantization_config": quantization}
     arguments["worker_extension_cls"] = WORKER_EXTENSION
     compilation = _mapping(arguments.get("compilation_config"))
     if job.options.reduction == "ordered" and compilation is not None:  # verl refuses what is no mapping

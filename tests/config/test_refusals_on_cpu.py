@@ -197,7 +197,7 @@ ACCEPTED = [
     (JET, f"{ACTOR}.fsdp_config.model_dtype=bf16"),
     (JET, f"+{ACTOR}.fsdp_config.mixed_precision={{param_dtype:bf16,reduce_dtype:fp32}}"),
     (JET, f"+{VLLM}.kv_cache_dtype=auto +{VLLM}.enforce_eager=true +{VLLM}.tensor_parallel_size=2"),
-    (JET, f"+{VLLM}.hf_overrides='{{\"rope_theta\":1e6}}'"),
+    (JET, f"+{VLLM}.hf_overrides='{{\"rms_norm_eps\":1e-6}}'"),
     (JET, "trainer.v1.trainer_mode=colocate_async"),
     (JET, "jetrl.backward=bf16 jetrl.unfit_layers=skip jetrl.ref=fp8 jetrl.critic=fp8"),
     ("precision=fp8_rollout", "jetrl.backward=bf16 jetrl.critic=fp8"),

@@ -24,10 +24,12 @@ from jetrl_verl.config.model import (
 )
 from jetrl_verl.config.support import table
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
-from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES
+from jetrl_verl.config.support.row import shown
+from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
+from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sources import source_files
 
 (FP8,) = QUANTIZED_CACHES
@@ -82,7 +84,7 @@ ELSEWHERE = {
 """Rows that test_environment_on_cpu.py, test_attention_on_cpu.py and test_workers_on_cpu.py test."""
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
-    *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout"),
+    *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
 
@@ -188,16 +190,82 @@ def test_a_model_that_varlen_attention_does_not_support_is_refused(model, name):
     check()
 
 
-@pytest.mark.parametrize("name", [name for name, entry in TABLE.items() if entry.scope is AUTO])
-def test_auto_is_stock_where_shared_may_be_asked_for(model, monkeypatch, name, capsys):
-    settings, what, why = {f"{MODEL}.path": model()}, "VERL_PLATFORM=cpu", ""
-    if name == "cpu":
-        monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    else:
-        settings[f"{MODEL}.override_config"] = {"rope_theta": 1e6}
-        what, why = "", f"{MODEL}.override_config overrides rope_theta of the model"
+# --- one model on both sides ------------------------------------------------------------------------------------------
+
+OVERRIDES = {
+    "attention_bias": True,
+    "head_dim": 256,
+    "hidden_act": "gelu",
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "num_hidden_layers": 1,
+    "rms_norm_eps": 0.05,
+    "tie_word_embeddings": True,
+    "use_sliding_window": True,
+    "vocab_size": 64,
+    "a_field_of_the_future": 1,
+}
+ROPE = {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+@pytest.mark.parametrize("node", ["override_config", "override_config.model_config"])
+def test_what_the_trainers_model_overrides_the_rollouts_does(model, name, node):
+    settings = {f"{MODEL}.path": model(), f"{MODEL}.{node}": {name: OVERRIDES[name], "attn_implementation": "sdpa"}}
+    for words in (STOCK, ("precision=fp8_rollout",)):
+        config = changed(words, settings)
+        job = resolve(config)
+        assert job == Job.of(config.jetrl) and job.overrides == {name: OVERRIDES[name]}
+        assert vllm_arguments(job, None)["hf_overrides"].items() >= job.overrides.items()
+        check_models(job, reader(config))
+        same = changed(words, settings | {f"{VLLM}.hf_overrides": dict(job.overrides)})
+        check_models(resolve(same), reader(same))
+
+
+@pytest.mark.parametrize(("name", "value"), [*OVERRIDES.items(), ("rope_parameters", ROPE), ("rope_theta", 5e5)])
+def test_what_the_rollouts_model_alone_overrides_is_refused(model, name, value):
+    path = model()
+    stated = read_model(path).config.get(name)
+    message = refused(check_job, changed(STOCK, {f"{MODEL}.path": path, f"{VLLM}.hf_overrides": {name: value}}))
+    own, sides = shown(value), f"{shown(stated)} in the trainer and {shown(value)} in the rollout"
+    assert message.startswith(f"{VLLM}.hf_overrides.{name}={own} is not supported with precision=jet_fp8: {name} would")
+    remedy = f"{name} in config.json of a copy of the model" if "rope" in name else f"{MODEL}.override_config.{name}"
+    assert sides in message and f". Set {remedy}" in message
+    contradiction = {f"{MODEL}.override_config": {name: stated}, f"{VLLM}.hf_overrides": {name: value}}
+    if "rope" not in name:
+        assert sides in refused(check_job, changed(STOCK, {f"{MODEL}.path": path, **contradiction}))
+    check_job(changed(STOCK, {f"{MODEL}.path": path, f"{VLLM}.hf_overrides": {name: stated, "use_cache": False}}))
+
+
+def test_a_configuration_from_another_folder_has_to_be_that_of_the_model(model, tmp_path):
+    path, other = model(), tmp_path / "other"
+    other.mkdir()
+    settings = {f"{MODEL}.path": path, f"{MODEL}.hf_config_path": str(other)}
+    for eps, same in ((1e-6, True), (1e-5, False)):
+        (other / "config.json").write_text(json.dumps(MODEL_CONFIG | {"rms_norm_eps": eps, "use_cache": same}))
+        if same:
+            check_job(changed(STOCK, settings))
+        else:
+            message = refused(check_job, changed(STOCK, settings))
+            assert message.startswith(f"{MODEL}.hf_config_path={other} is not supported with precision=jet_fp8: ")
+            assert "rms_norm_eps would be 1e-05 in the trainer and 1e-06 in the rollout" in message
+
+
+def test_a_models_own_code_is_refused_where_it_is_trusted(model):
+    settings = {f"{MODEL}.path": model({"auto_map": {"AutoModelForCausalLM": "modeling.Own"}})}
+    check_job(changed(STOCK, settings))
+    for node in (MODEL, VLLM):
+        message = refused(check_job, changed(STOCK, settings | {f"{node}.trust_remote_code": True}))
+        assert message.endswith(f". Set {MODEL}.trust_remote_code=false.")
+    model({"auto_map": {"AutoTokenizer": ["tokenization.Own", None]}})
+    check_job(changed(STOCK, settings | {f"{MODEL}.trust_remote_code": True}))
+
+
+def test_auto_is_stock_on_a_cpu_where_shared_may_be_asked_for(model, monkeypatch, capsys):
+    settings = {f"{MODEL}.path": model()}
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     assert not resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})).shared
-    assert f"exactness is OFF: {TABLE[name].loss(what=what, why=why)}\n" in capsys.readouterr().err
+    assert f"exactness is OFF: {TABLE['cpu'].loss(what='VERL_PLATFORM=cpu')}\n" in capsys.readouterr().err
     assert resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})).shared
 
 

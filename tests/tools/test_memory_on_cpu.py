@@ -28,7 +28,6 @@ SMALL = (
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     "algorithm.adv_estimator=grpo",
 )
-VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
 LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288
 """Parameters of a layer of Qwen3-8B: q, k and v; o; gate, up and down."""
 
@@ -192,7 +191,7 @@ def test_unsupported_precisions_are_left_out():
     status, output = jetrl_memory("--", *SMALL, "actor_rollout_ref.model.lora_rank=8")
     assert status == 0 and "FP8 training is refused: actor_rollout_ref.model.lora_rank=8" in output
     assert "bf16" in output and "fp8_rollout" not in output
-    words = ("actor_rollout_ref.model.use_liger=True", f"+{VLLM}.hf_overrides.rope_theta=5")
+    words = ("actor_rollout_ref.model.use_liger=True", "actor_rollout_ref.rollout.top_p=0.9")
     status, output = jetrl_memory("--", *SMALL, *words)
     assert output.count("jet_fp8 runs stock operations:") == 2 and "bf16_shared" not in output
     seven = model_of("qwen2.5-7b", KNOWN["qwen2.5-7b"])

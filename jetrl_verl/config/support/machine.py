@@ -42,15 +42,20 @@ MACHINE_ROWS: dict[str, Row] = {
         scope=AUTO,
         instead="Set jetrl.operations=shared if that is what you want",
     ),
-    "overridden_model": Row(
-        "overrides of what decides in the model's configuration",
-        scope=AUTO,
-        instead="Set jetrl.operations=shared if the shared operations cover it",
-    ),
 }
 """What the machine shows, and what makes ``jetrl.operations=auto`` ``stock`` without refusing ``shared``."""
 
 MODEL_ROWS: dict[str, Row] = {
+    "field_of_one_side": Row(
+        "a field of the model's configuration that the trainer and the rollout have different",
+        "they would compute different models",
+        instead=f"Set it in config.json, or in {MODEL}.override_config, which both sides get",
+    ),
+    "models_own_code": Row(
+        "a model with code of its own (`auto_map`) under trust_remote_code",
+        "the trainer would run that code, and vLLM a class of its own",
+        instead=f"Set {MODEL}.trust_remote_code=false",
+    ),
     "quantized_checkpoint": Row(
         "a checkpoint that is quantized already",
         "it is quantized already (quantization_config)",

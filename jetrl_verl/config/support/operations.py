@@ -20,12 +20,6 @@ SHARED_ROWS: dict[str, Row] = {
         {f"{MODEL}.use_fused_kernels": NOT_FALSE},
         scope=SHARED,
     ),
-    "hf_config_path": Row(
-        "a configuration from another folder",
-        "the trainer's model would be another than vLLM's",
-        {f"{MODEL}.hf_config_path": SET},
-        scope=SHARED,
-    ),
     "liger": Row(
         "Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}, scope=SHARED
     ),

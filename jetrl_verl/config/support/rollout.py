@@ -124,6 +124,15 @@ ROLLOUT_ROWS: dict[str, Row] = {
         scope=FP8_CACHE,
     ),
     "speculation": Row("speculative decoding", settings={f"{VLLM}.speculative_config": NOT_EMPTY}),
+    "configuration_of_vllm": Row(
+        "a model configuration that only vLLM reads",
+        "the trainer would compute another model",
+        {
+            f"{VLLM}.hf_config_path": SET,
+            f"{VLLM}.config_format": other_than("auto", "hf"),
+            f"{VLLM}.disable_sliding_window": NOT_FALSE,
+        },
+    ),
     "vllm_arguments": Row(
         "vLLM arguments that the precision sets",
         "the precision sets it",

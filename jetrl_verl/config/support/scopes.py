@@ -22,6 +22,9 @@ ATTENTION = f"{MODEL}.override_config.attn_implementation"
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 
+ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
+"""Fields of rotary embeddings."""
+
 ULYSSES = tuple(
     f"{role}.{node}ulysses_sequence_parallel_size" for role in (ACTOR, REF) for node in ("", "fsdp_config.")
 )

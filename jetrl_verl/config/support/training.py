@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the composed configuration about the trainer, the model, and the nodes through which the flag works."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from ..precision import target_of
 from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ULYSSES, VARLEN, VLLM, where
+from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ROTARY, ULYSSES, VARLEN, VLLM, where
 
 _FSDP = other_than("fsdp2", "fsdp", required=True)
 _BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
@@ -22,6 +25,13 @@ def _several_gpus_under_fsdp1(get: Get) -> bool:
 def _masked(get: Get) -> bool:
     """An attention of transformers for which verl does not exchange tokens and heads between ranks."""
     return not str(get(ATTENTION) or "flash_attention_2").startswith(("flash_attention_", JETRL_ATTENTION))
+
+
+def _unread(overrides: Any) -> bool:
+    """Whether one of them is of rotary embeddings, whose fields transformers 5 reads from a mapping, or a mapping."""
+    overrides = overrides or {}
+    fields = overrides.get("model_config", overrides)
+    return any(name in ROTARY or isinstance(value, Mapping) for name, value in fields.items())
 
 
 TRAINING_ROWS: dict[str, Row] = {
@@ -78,6 +88,12 @@ TRAINING_ROWS: dict[str, Row] = {
             f"{MODEL}.lora.adapter_path": SET,
             f"{VLLM}.enable_lora": NOT_FALSE,
         },
+    ),
+    "unread_overrides": Row(
+        "overrides of rotary fields, and mappings among the overrides",
+        "in verl such an override changes nothing in the trainer, or raises in a worker",
+        {f"{MODEL}.override_config": Values("with one of these", _unread, "{}")},
+        instead="Set the field in config.json of a copy of the model",
     ),
     "mtp": Row("multi-token prediction", settings={f"{MODEL}.mtp.enable": TRUE}),
     "ulysses_of_padded_batches": Row(

@@ -14,21 +14,6 @@ from typing import Any, NamedTuple
 
 from jetrl_verl import kernels
 
-SHARED_FIELDS = (
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "head_dim",
-    "hidden_act",
-    "layer_types",
-    "logit_scale",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "sliding_window",
-    "use_sliding_window",
-)
-"""Fields of a configuration that change what the operations between the linears compute."""
-
 
 class Unsupported(ValueError):
     """A model, or a part of one, that is not supported; the text is why, config/support has the full message.
@@ -193,7 +178,8 @@ class Family:
         attention: the layer's first half. mlp: the trainer's second half. input_norm, post_norm: the norms before them.
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
-        qkv, gate_up: vLLM's merged projections. activation, rotary, core: its SiLU * up, rotary embedding, attention.
+        qkv, gate_up: vLLM's merged projections. rotary, core: its rotary embedding, attention.
+        activation: vLLM's SiLU * up, and the trainer's SiLU under the same name.
         dropouts: dropout rates in the configuration; only the trainer reads them.
         experts: of a mixture, instead of gate, up and down.
     """
@@ -332,10 +318,6 @@ class Family:
 
     def check(self, config: Any) -> None:
         """Raise ``UnsupportedLayer`` if vLLM's class computes something else than Hugging Face's."""
-
-    def as_trained(self, config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-        """A configuration with the dropouts of the trainer's ``overrides``, which the rollout need not share."""
-        return {**config, **{name: overrides[name] for name in self.dropouts if name in overrides}}
 
     def slides(self, config: Any) -> bool:
         """Whether a layer has sliding window attention."""

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.config.composition import reader
-from jetrl_verl.config.model import cache_message, overridden_fields, overrides_of_trainer
+from jetrl_verl.config.model import cache_message, fields_of_one_side, overrides_of_trainer
 from jetrl_verl.config.support.operations import NOTE_ROWS
-from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED, VLLM
-from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal, refusal
+from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED
+from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
@@ -122,7 +122,7 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
     """Effect and message of each setting, and of the model, that costs exactness in a job composed under ``jet_fp8``.
     The message is the one with which ``jet_fp8_exact`` refuses it (config/support)."""
     get = reader(config)
-    exact, overrides = as_exact(get), overrides_of_trainer(get)
+    exact, trained = as_exact(get), {**model.config, **overrides_of_trainer(get)}
 
     costs = []
     for row in (row for name, row in TABLE.items() if name not in NOTE_ROWS):
@@ -132,17 +132,14 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
                 effect = STOCK
             costs.append((effect, row.message(exact, **words)))
     try:
-        plan_linears(model.config, tp)
+        plan_linears(trained, tp)
     except UnsupportedLayer as error:
         costs.append((REFUSED, model_refusal(error, model.name, "jet_fp8_exact")))
-    decoder = family(model.config)
-    for error in decoder.uncovered_operations(decoder.as_trained(model.config, overrides)):
+    for error in family(trained).uncovered_operations(trained):
         costs.append((STOCK, model_refusal(error, model.name, "jet_fp8_exact")))
-    if get("jetrl.operations") == "auto":
-        clauses = overridden_fields(model.config, overrides, get(f"{VLLM}.hf_overrides") or {})
-        costs += [(STOCK, refusal("overridden_model", why=why)) for why in clauses]
+    costs += [(REFUSED, message) for message in fields_of_one_side(model.config, trained, exact)]
     cache = CACHES[get("jetrl.kv_cache")]
-    if cache.quantized and (message := cache_message(model.config, model.name, cache)):
+    if cache.quantized and (message := cache_message(trained, model.name, cache)):
         costs.append((REFUSED, message))
     return list(dict.fromkeys(costs))
 

@@ -49,9 +49,12 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
         f"{REF}.strategy=fsdp2",  # FSDP1 offloads a reference to pinned memory, which needs a GPU driver
         *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
+        "~actor_rollout_ref.model.override_config.attn_implementation",  # so that the driver chooses
         baseline=True,
     )
     check(run, LINEARS)
+    assert "jetrl_verl: note: flash-attn runs on no CPU, so the plugin sets actor_rollout_ref.model." in run.log
+    assert "jetrl_verl: exact: " in run.log and "exactness is OFF" not in run.log
     assert list(run.baseline) == [1, 2] and all(0 < k3_kl < 0.01 for k3_kl in run.baseline.values())
     assert "14 linear layers of the actor quantized (scale rule pow2, backward bf16)" in run.log
     assert "14 linear layers of the ref quantized" in run.log

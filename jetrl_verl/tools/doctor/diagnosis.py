@@ -103,7 +103,7 @@ def check_packages() -> Iterator[Finding]:
             yield Finding(package, WRONG, f"{installed}, {pin} is needed", fix)
     flash = installed_version("flash-attn")
     if flash is None:
-        detail = f"not installed; optional: attn_implementation={JETRL_ATTENTION} packs sequences without it"
+        detail = f"not installed; optional: every precision but bf16 then sets {JETRL_ATTENTION}"
     else:
         detail = f"{flash}; verl's flash_attention_2 path is untested with this plugin"
     yield Finding("flash-attn", NOTE, detail)

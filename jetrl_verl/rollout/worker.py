@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
-from jetrl_verl.patches.worker_errors import told_to_the_server
+from jetrl_verl.patches.worker_errors import WorkerError, told_to_the_server
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, Placement, live_routing
@@ -76,7 +76,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
         Raises:
             ContractViolation: live parameters differ from what the trainer states.
-            RuntimeError: loading failed; raised after all buckets are acknowledged.
+            WorkerError: loading failed; raised after all buckets are acknowledged.
         """
         started, config = time.perf_counter(), self.model_runner.vllm_config.quant_config
         refusal = self._refusal(config)
@@ -94,7 +94,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         # A collective: a rank that failed to load takes part, or the others would wait for it.
         reduction = self._stated_reduction(config)
         if self._jetrl_failure is not None:
-            raise RuntimeError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
+            raise WorkerError(f"weight sync: the rollout worker could not load the weights: {self._jetrl_failure}")
         if not config.contract_check:
             logger.info("jetrl weight sync: loaded in %.3f s, contract not checked", loaded - started)
             return

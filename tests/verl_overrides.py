@@ -4,6 +4,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -12,10 +13,14 @@ from random import Random
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 import yaml
 from hydra import compose
-from hydra.errors import HydraException, MissingConfigException
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from tiny_models import save_policy
 
+from jetrl_verl.config import UnsupportedConfiguration, resolve
+from jetrl_verl.config.hydra_plugin import unchecked
 from jetrl_verl.targets.job import JetCallback
 from jetrl_verl.tools.demo import task
 
@@ -75,22 +80,30 @@ def write_inputs(folder: Path) -> tuple[str, ...]:
 
 
 def driver_says(words: Iterable[str]) -> str:
-    """Compose as the driver does and run its checks up to where Ray starts; the message of a refusal, or "".
+    """Compose as Hydra does and run the driver's checks up to where Ray starts; the message of a refusal, or "".
 
     Raises:
         HydraException: verl has no such key or value.
     """
+    groups = tuple(word for word in words if "." not in word.partition("=")[0])
+    config = deepcopy(_composed(groups))
+    values = OverridesParser.create().parse_overrides([word for word in words if word not in groups])
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
     try:
-        config = compose("ppo_trainer", overrides=list(words))
-    except HydraException as error:
-        if error.__cause__ is None and SENTENCE.fullmatch(str(error)):
-            return str(error)
-        raise
-    try:
+        resolve(config)
         JetCallback().on_job_start(config)
+    except UnsupportedConfiguration as refusal:
+        return str(refusal)
     except SystemExit as refusal:
         return str(refusal.code).removeprefix("jetrl_verl: ")
     return ""
+
+
+@cache
+def _composed(groups: tuple[str, ...]) -> DictConfig:
+    """What sets with the same groups share: most of the time of composing."""
+    with unchecked():
+        return compose("ppo_trainer", overrides=list(groups))
 
 
 def _values(section: str) -> Iterator[tuple[str, list[str]]]:
@@ -103,7 +116,7 @@ def _values(section: str) -> Iterator[tuple[str, list[str]]]:
 def _known_keys(*words: str) -> set[str]:
     """Keys of verl's configuration with ``words``; none for an engine that its scripts name and it does not have."""
     try:
-        return set(_keys(compose("ppo_trainer", overrides=list(words))))
+        return set(_keys(_composed(words)))
     except MissingConfigException:
         return set()
 

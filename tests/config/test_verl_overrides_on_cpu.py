@@ -12,6 +12,19 @@ from verl_overrides import SENTENCE, draws, driver_says, write_inputs
 import jetrl_verl.patches
 
 ACCEPTED_SHARE = 0.4
+REMEDY = re.compile(r".*\. Set ([\w.]+)=([^\s,]+?)(?:,.*|\.)")
+
+
+def cures(message: str, words: list[str]) -> bool:
+    """Whether a set is no longer refused for the same reason once its user does what the sentence says."""
+    if (remedy := REMEDY.fullmatch(message)) is None:
+        return True
+    key, value = remedy.groups()
+    others = [word for word in words if word.lstrip("+").partition("=")[0] != key]
+    try:
+        return driver_says([*others, f"{'++' if '.' in key else ''}{key}={value}"]) != message
+    except HydraException:
+        return True  # what is left of the set is another engine's
 
 
 @pytest.mark.usefixtures("compose")
@@ -34,7 +47,7 @@ def test_sets_of_overrides_run_or_are_refused_in_one_sentence(monkeypatch, tmp_p
             continue
         accepted += not message
         named = any(word.partition("=")[0].rpartition(".")[2] in message for word in draw.words)
-        if message and not (not draw.harmless and named and SENTENCE.fullmatch(message)):
+        if message and not (not draw.harmless and named and SENTENCE.fullmatch(message) and cures(message, words)):
             bad.append((draw.words, message))
     assert not bad
     assert accepted >= ACCEPTED_SHARE * len(sets)

@@ -1,0 +1,125 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Sets of overrides from verl's scripts that ``jet_fp8_exact`` accepts: a step of verl, without a mismatch.
+
+A job runs five sets, half of all harmless. ``JETRL_OVERRIDE_JOBS=6`` runs thirty; the default is one job.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from hydra import initialize_config_module
+from verl_overrides import Draw, draws, driver_says, write_inputs
+
+from jetrl_verl.tools.demo import task
+from jetrl_verl.tools.demo.overrides import words_on_a_cpu
+from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, quote
+from jetrl_verl.tools.process_tree import ProcessTree
+from jetrl_verl.tools.report import MISMATCH, load_run
+
+JOBS, SETS_A_JOB = int(os.environ.get("JETRL_OVERRIDE_JOBS", 1)), 5
+PRECISION = "precision=jet_fp8_exact"
+FIRST = (
+    "algorithm.adv_estimator=grpo",
+    "actor_rollout_ref.ref.strategy=fsdp2",  # FSDP1 offloads a reference to pinned memory, which needs a GPU driver
+    f"reward.custom_reward_function.path={task.__file__}",
+)
+"""A set may say otherwise."""
+
+SIZES = {
+    "data.train_batch_size": 4,
+    "data.max_prompt_length": 24,
+    "data.max_response_length": 16,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 4,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "actor_rollout_ref.rollout.n": 2,
+    "actor_rollout_ref.rollout.max_model_len": 64,
+    "actor_rollout_ref.rollout.prompt_length": 24,
+    "actor_rollout_ref.rollout.response_length": 16,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "actor_rollout_ref.rollout.data_parallel_size": 1,
+    "trainer.total_training_steps": 1,
+    "trainer.logger": "[console,file]",
+    "trainer.resume_mode": "disable",
+}
+"""What a set may not choose: the sizes of a step that takes seconds, one device, and a metrics file."""
+
+FIXED = {*SIZES, *(word.lstrip("+").partition("=")[0] for word in words_on_a_cpu())}
+NOT_HERE = (
+    # A second model, another engine or its optimizer, a profiler, pinned memory and streams of a GPU.
+    "algorithm.adv_estimator=gae",
+    "reward.reward_model.enable=True",
+    "model_engine=",
+    "actor_rollout_ref.actor.model_engine=",
+    "actor_rollout_ref.actor.optim.override_optimizer_config.",
+    "actor_rollout_ref.actor.optim.lr_decay_style=",
+    "actor_rollout_ref.actor.optim.min_lr=",
+    "actor_rollout_ref.actor.profiler.enable=",
+    "actor_rollout_ref.ref.profiler.enable=",
+    "actor_rollout_ref.rollout.profiler.enable=",
+    "global_profiler.steps=[",
+    "actor_rollout_ref.actor.fsdp_config.offload_policy=True",
+    "actor_rollout_ref.ref.fsdp_config.offload_policy=True",
+    "actor_rollout_ref.model.enable_activation_offload=",
+    # Files of verl's repository or of a cluster.
+    "data.custom_cls.",
+    "reward.custom_reward_function.",
+    "trainer.rollout_data_dir=",
+)
+"""Beginnings of words that stock verl cannot follow on one CPU."""
+
+
+def settings(draw: Draw) -> dict[str, str]:
+    """Keys of a set that a run here reads, and their values."""
+    pairs = (word.lstrip("+").partition("=") for word in draw.words)
+    return {key: value for key, _, value in pairs if key not in FIXED}
+
+
+def joined_sets(inputs: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Words of ``SETS_A_JOB`` sets each that verl can follow here, set no key to two values, and pass the driver;
+    harmless ones and others by turns, those with the most keys first.
+    """
+    sets = [draw for draw in draws() if not any(word.lstrip("+").startswith(NOT_HERE) for word in draw.words)]
+    sets.sort(key=lambda draw: -len(settings(draw)))
+    kinds = ([draw for draw in sets if draw.harmless == harmless] for harmless in (True, False))
+    waiting = [draw for pair in zip(*kinds) for draw in pair]
+    while True:
+        words, chosen, taken = [], {}, []
+        for draw in waiting:
+            more = [*dict.fromkeys([*words, *draw.words])]
+            agrees = all(chosen.get(key, value) == value for key, value in settings(draw).items())
+            if agrees and not driver_says([PRECISION, *inputs, *more]):
+                words, chosen, taken = more, chosen | settings(draw), [*taken, draw]
+            if len(taken) == SETS_A_JOB:
+                break
+        waiting = [draw for draw in waiting if draw not in taken]
+        yield tuple(words)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> tuple[str, ...]:
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.mark.parametrize("number", range(JOBS))
+def test_accepted_sets_have_no_mismatch(number, inputs, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        words = next(islice(joined_sets(inputs), number, None))
+    print(*words)
+    paths = RunPaths(tmp_path / "run")
+    paths.folder.mkdir()
+    sizes = [f"{key}={value}" for key, value in SIZES.items()]
+    places = [f"hydra.run.dir={quote(paths.folder)}", f"trainer.default_local_dir={quote(tmp_path / 'checkpoints')}"]
+    command = [*VERL, PRECISION, *inputs, *FIRST, *words, *sizes, *words_on_a_cpu(), *places]
+    with ProcessTree(command, build_environment(paths, "cpu"), paths.log) as tree:
+        while (status := tree.poll()) is None:
+            time.sleep(0.5)
+    assert status == 0, paths.log.read_text()[-4000:]
+    assert load_run(paths.folder).series(MISMATCH)[1] == [0.0]

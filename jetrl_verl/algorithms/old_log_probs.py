@@ -14,9 +14,9 @@ import json
 import logging
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,12 +46,13 @@ class LogProbsDiffer(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token whose bits differ, and its sequence.
+    """The first token whose bits differ, and its sequence; a stopped run saves it for ``jetrl diff --sequence``.
 
     Attributes:
         prompt, response: token ids. sampled: for each token of the response 1 if the policy sampled it, else 0.
         rollout, trainer: FP32 log-probabilities of the response. token: position in the response.
         differing, compared: numbers of tokens.
+        step, temperature, options: of the run; options are :data:`FORWARD_OPTIONS`.
     """
 
     prompt: list[int]
@@ -62,6 +63,9 @@ class Difference:
     token: int
     differing: int
     compared: int
+    step: int = 0
+    temperature: float = 1.0
+    options: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         here = self.token
@@ -71,34 +75,14 @@ class Difference:
             "compared tokens differ)"
         )
 
-
-@dataclass(frozen=True)
-class StoppedSequence(Difference):
-    """What a stopped run saves for ``jetrl diff --sequence``: also step, temperature and :data:`FORWARD_OPTIONS`."""
-
-    step: int = 0
-    temperature: float = 1.0
-    options: dict[str, str] = field(default_factory=dict)
-
-    def save(self, file: Path) -> None:
-        file.write_text(json.dumps(asdict(self)))
-
     @classmethod
-    def load(cls, file: Path) -> "StoppedSequence":
-        """Raises ``OSError``, ``TypeError`` or ``ValueError`` for a file that :meth:`save` has not written."""
-        stopped = cls(**json.loads(file.read_text()))
-        lengths = {len(stopped.response), len(stopped.sampled), len(stopped.rollout), len(stopped.trainer)}
-        if len(lengths) != 1 or not stopped.prompt or not 0 <= stopped.token < len(stopped.response):
-            raise ValueError(f"{file} has no sequence with log-probabilities of its response")
-        return stopped
-
-
-class Comparison(NamedTuple):
-    """Numbers of compared and differing tokens, and the place of the first that differs: row and token of it."""
-
-    compared: int
-    differing: int
-    place: tuple[int, int] | None
+    def load(cls, file: Path) -> "Difference":
+        """Raises ``OSError``, ``TypeError`` or ``ValueError`` for a file that no stopped run has written."""
+        difference = cls(**json.loads(file.read_text()))
+        of_tokens = (difference.response, difference.sampled, difference.rollout, difference.trainer)
+        if len(set(map(len, of_tokens))) != 1 or not 0 <= difference.token < len(difference.response):
+            raise ValueError(f"{file} has no log-probabilities of a response")
+        return difference
 
 
 def rows_to_check(real: Sequence[bool], count: int, step: int) -> list[int]:
@@ -118,43 +102,37 @@ def rows_to_check(real: Sequence[bool], count: int, step: int) -> list[int]:
     return sorted(sequences[(step * count + offset) % len(sequences)] for offset in range(count))
 
 
-def compare(rollout: torch.Tensor, trainer: torch.Tensor, mask: torch.Tensor) -> Comparison:
+def compare(rollout: torch.Tensor, trainer: torch.Tensor, data: Any) -> tuple[int, Difference | None]:
     """Compare the bits of two sets of log-probabilities, so a NaN equals itself and 0 differs from -0.
 
     Args:
-        rollout, trainer: FP32, jagged ``[sequences, tokens]``. mask: jagged, non-zero on tokens that the policy
-            sampled; it is 0 on answers of tools and on padding.
+        rollout, trainer: FP32, jagged ``[sequences, tokens]``.
+        data: jagged ``prompts``, ``responses`` and ``response_mask``, which is 0 on answers of tools and on padding.
+
+    Returns:
+        The number of compared tokens, and the first difference.
 
     Raises:
         ValueError: lengths differ, or a tensor is not FP32.
     """
-    offsets = mask.offsets()
+    mask = data["response_mask"]
+    offsets, sampled = mask.offsets(), mask.values().bool()
     for name, tensor in (("rollout", rollout), ("trainer", trainer)):
         if tensor.dtype != torch.float32:
             raise ValueError(f"Expected log-probabilities of the {name} in float32, got {tensor.dtype}")
         if not torch.equal(tensor.offsets(), offsets):
             lengths = tensor.offsets().diff().tolist()
             raise ValueError(f"{lengths} log-probabilities of the {name} for {offsets.diff().tolist()} response tokens")
-    sampled = mask.values().bool()
     places = ((rollout.values().view(torch.int32) != trainer.values().view(torch.int32)) & sampled).nonzero().flatten()
+    compared = int(sampled.sum())
     if not len(places):
-        return Comparison(int(sampled.sum()), 0, None)
+        return compared, None
     first = int(places[0])
     # Empty sequences before the token's share its offset.
     row = int(torch.searchsorted(offsets, first, right=True)) - 1
-    return Comparison(int(sampled.sum()), len(places), (row, first - int(offsets[row])))
-
-
-def located(comparison: Comparison, data: Any, rollout: torch.Tensor, trainer: torch.Tensor) -> Difference:
-    """The difference of a comparison that has one.
-
-    Args:
-        data: jagged ``prompts``, ``responses`` and ``response_mask`` of the compared sequences.
-    """
-    row, token = comparison.place
-    tensors = (data["prompts"], data["responses"], data["response_mask"], rollout, trainer)
+    tensors = (data["prompts"], data["responses"], mask, rollout, trainer)
     values = [tensor.values()[slice(*tensor.offsets()[row : row + 2].tolist())].tolist() for tensor in tensors]
-    return Difference(*values, token, comparison.differing, comparison.compared)
+    return compared, Difference(*values, first - int(offsets[row]), len(places), compared)
 
 
 def rows_per_rank(rollout: Any) -> int:
@@ -201,10 +179,8 @@ class Tripwire:
             trained = None if data is None else data["old_log_probs"]
         if data is None:
             return metrics
-        stated, mask = data["rollout_log_probs"], data["response_mask"]
-        comparison = compare(stated, trained, mask)
-        if comparison.place is not None:
-            difference = located(comparison, data, stated, trained)
+        compared, difference = compare(data["rollout_log_probs"], trained, data)
+        if difference is not None:
             if self.job.exact:
                 self.stop(trainer, difference)
             elif not _WARNED:
@@ -214,9 +190,11 @@ class Tripwire:
                     f"{_COUNTED}_differing_tokens counts them in every step. Set precision=jet_fp8_exact to stop at "
                     "the first, with the jetrl diff command that names its operation."
                 )
-        counts = (len(mask.offsets()) - 1, comparison.compared, comparison.differing)
-        names = ("checked_sequences", "checked_tokens", "differing_tokens")
-        return metrics | {f"{_COUNTED}_{name}": count for name, count in zip(names, counts, strict=True)}
+        return metrics | {
+            f"{_COUNTED}_checked_sequences": len(trained.offsets()) - 1,
+            f"{_COUNTED}_checked_tokens": compared,
+            f"{_COUNTED}_differing_tokens": 0 if difference is None else difference.differing,
+        }
 
     def after_failed_update(self, trainer: Any, error: Exception) -> None:
         """Stop where every rank of the actor has raised :class:`LogProbsDiffer` before its first update."""
@@ -226,16 +204,16 @@ class Tripwire:
 
     def stop(self, trainer: Any, difference: Difference) -> NoReturn:
         """Save the sequence and the policy, and raise :class:`LogProbsDiffer` with the command that explains them."""
-        config = trainer.config
+        config, options = trainer.config, {name: getattr(self.job.options, name) for name in FORWARD_OPTIONS}
         checkpoints = Path(config.trainer.default_local_dir).absolute()
         folder = checkpoints / f"log_probs_differ_in_step_{trainer.global_steps}"
         sequence, policy = folder / "sequence.json", folder / POLICY / "huggingface"
-        options = {name: getattr(self.job.options, name) for name in FORWARD_OPTIONS}
-        run = dict(step=trainer.global_steps, temperature=config.actor_rollout_ref.rollout.temperature, options=options)
+        temperature = config.actor_rollout_ref.rollout.temperature
+        saved = replace(difference, step=trainer.global_steps, temperature=temperature, options=options)
         unsaved = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            StoppedSequence(**vars(difference), **run).save(sequence)
+            sequence.write_text(json.dumps(asdict(saved)))
             # Every rank takes part, since FSDP gathers the weights.
             trainer.actor_rollout_wg.save_checkpoint(str(folder / POLICY), None, trainer.global_steps, None)
         except Exception as error:  # the difference is what has to be said

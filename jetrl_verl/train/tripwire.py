@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
-from jetrl_verl.algorithms.old_log_probs import POLICY, Difference, LogProbsDiffer, compare, located
+from jetrl_verl.algorithms.old_log_probs import POLICY, Difference, LogProbsDiffer, compare
 from jetrl_verl.train.features import Feature
 
 
@@ -61,9 +61,8 @@ class Tripwire(Feature):
 def _first_difference(passed: list[tuple[TensorDict, Tensor]]) -> Difference | None:
     """That of the first micro-batch that has one."""
     for data, log_probs in passed:
-        rollout, mask = data["old_log_probs"], data["response_mask"]
-        trained = response_from_nested(log_probs, mask)
-        comparison = compare(rollout, trained, mask)
-        if comparison.place is not None:
-            return located(comparison, data, rollout, trained)
+        trained = response_from_nested(log_probs, data["response_mask"])
+        _, difference = compare(data["old_log_probs"], trained, data)
+        if difference is not None:
+            return difference
     return None

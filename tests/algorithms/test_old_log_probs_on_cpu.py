@@ -16,7 +16,6 @@ from jetrl_verl.algorithms import old_log_probs
 from jetrl_verl.algorithms.old_log_probs import (
     Difference,
     LogProbsDiffer,
-    StoppedSequence,
     compare,
     install_in_trainer,
     rows_per_rank,
@@ -71,16 +70,22 @@ def test_the_micro_batch_size_is_that_of_the_skipped_forward(settings, rows):
 
 def test_bits_are_compared_not_values():
     values = [torch.tensor([-0.5, float("nan"), 0.0]), torch.tensor([-1.0])]
-    mask = jagged([torch.ones(3), torch.ones(1)])
+    data = {
+        "prompts": jagged([torch.tensor([9]), torch.tensor([8])]),
+        "response_mask": jagged([torch.ones(3), torch.ones(1)]),
+    }
+    data["responses"] = jagged([torch.tensor([5, 6, 7]), torch.tensor([5])])
     one = jagged(values)
-    assert compare(one, jagged([row.clone() for row in values]), mask) == (4, 0, None)
+    assert compare(one, jagged([row.clone() for row in values]), data) == (4, None)
     signed = jagged([torch.tensor([-0.5, float("nan"), -0.0]), values[1]])
-    assert compare(one, signed, mask) == (4, 1, (0, 2))
-    assert compare(one, signed, jagged([torch.tensor([1.0, 1.0, 0.0]), torch.ones(1)])) == (3, 0, None)
+    compared, difference = compare(one, signed, data)
+    assert (compared, difference.differing, difference.prompt, difference.token) == (4, 1, [9], 2)
+    masked = {**data, "response_mask": jagged([torch.tensor([1.0, 1.0, 0.0]), torch.ones(1)])}
+    assert compare(one, signed, masked) == (3, None)
     with pytest.raises(ValueError, match="for \\[3, 1\\] response tokens"):
-        compare(one, jagged([values[1], values[0]]), mask)
+        compare(one, jagged([values[1], values[0]]), data)
     with pytest.raises(ValueError, match=r"trainer in float32, got torch\.float64"):
-        compare(one, one.double(), mask)
+        compare(one, one.double(), data)
 
 
 class Run:
@@ -258,7 +263,7 @@ def test_a_difference_in_the_last_bit_of_one_compared_token_stops_the_run(run, t
     )
     files = ["--sequence", str(folder / "sequence.json"), "--out", str(folder / "diff")]
     assert shlex.split(message.split("`")[1]) == ["jetrl", "diff", str(policy), *files]
-    sequence = StoppedSequence.load(folder / "sequence.json")
+    sequence = Difference.load(folder / "sequence.json")
     assert (sequence.prompt, sequence.response) == (
         job.ids[row][: LENGTHS[row][0]].tolist(),
         job.ids[row][LENGTHS[row][0] :].tolist(),

@@ -37,7 +37,7 @@ def flip() -> None:
 
 
 def blind() -> None:
-    old_log_probs.compare = lambda rollout, trainer, mask: old_log_probs.Comparison(int(mask.values().sum()), 0, None)
+    old_log_probs.compare = lambda rollout, trainer, data: (int(data["response_mask"].values().sum()), None)
 
 
 if "FLIPPED_UNSEEN" in os.environ and "RANK" not in os.environ:  # verl sets RANK for the actor

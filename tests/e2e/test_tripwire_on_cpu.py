@@ -45,6 +45,7 @@ def test_a_flipped_bit_stops_an_exact_run_before_the_update(job, source, tmp_pat
     assert (
         f"response token {flipped.TOKEN} " in sentence and "its checkpoint of step 1 (trainer.resume_mode" in sentence
     )
+    assert run.log.rstrip().splitlines()[-1] == f"jetrl_verl: {sentence}"
     assert (tmp_path / "checkpoints" / "global_step_1" / "actor").is_dir()
 
     command = shlex.split(sentence.split("`")[1])

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jetrl_verl.algorithms.old_log_probs import StoppedSequence
+from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.config.support.row import UnsupportedConfiguration
@@ -153,7 +153,7 @@ def _one(
     options: DiffOptions,
     precision: str,
     prompts: Prompts,
-    stopped: StoppedSequence | None,
+    stopped: Difference | None,
     folder: Path,
     console: Console,
 ) -> dict[str, Any]:
@@ -228,10 +228,10 @@ def _one(
     return summary
 
 
-def _stopped(options: DiffOptions) -> tuple[DiffOptions, StoppedSequence]:
+def _stopped(options: DiffOptions) -> tuple[DiffOptions, Difference]:
     """``options`` of the run that has saved ``options.sequence``, and that sequence."""
     with reading(options.sequence, "sequence of a stopped run", "Name the sequence.json that it printed", DiffError):
-        stopped = StoppedSequence.load(options.sequence)
+        stopped = Difference.load(options.sequence)
     words = tuple(f"jetrl.{name}={value}" for name, value in stopped.options.items())
     return replace(options, temperature=stopped.temperature, overrides=(*words, *options.overrides)), stopped
 

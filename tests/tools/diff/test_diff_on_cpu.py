@@ -6,7 +6,7 @@ Most tests share one run of the command. Other engines run in this process and g
 
 import contextlib
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from unittest import mock
 
 import pytest
@@ -17,7 +17,7 @@ from tiny_models import save_policy
 from typer.testing import CliRunner
 
 from jetrl_verl import kernels
-from jetrl_verl.algorithms.old_log_probs import StoppedSequence
+from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.cli import app
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import DiffError, rollout, run
@@ -247,8 +247,8 @@ def test_the_sequence_of_a_stopped_run_is_repeated_and_its_token_named(exact, po
     sampled = [int(token != 5) for token in range(RESPONSE)]
     trained = recording.log_probs[:RESPONSE].tolist()
     values = (recording.prompts[0], recording.responses[0], sampled, stated.tolist(), trained, 3, 1, 99)
-    stopped = StoppedSequence(*values, step=8, temperature=TEMPERATURE, options={"kv_cache": "bf16"})
-    stopped.save(tmp_path / "sequence.json")
+    stopped = Difference(*values, step=8, temperature=TEMPERATURE, options={"kv_cache": "bf16"})
+    (tmp_path / "sequence.json").write_text(json.dumps(asdict(stopped)))
     monkeypatch.setattr(run, "run_engine", lambda request, *_: run_here(request))
     console = Console(record=True, width=120)
     words = options(policy, None, tmp_path, "jet_fp8_exact")

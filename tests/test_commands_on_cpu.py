@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from typer.testing import CliRunner
 
-from jetrl_verl.algorithms.old_log_probs import StoppedSequence
+from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.cli import app
 from jetrl_verl.patches import all_patches
 from jetrl_verl.tools import ToolError, launch
@@ -281,7 +281,7 @@ def made(tmp_path_factory) -> Path:
     entry.mkdir(parents=True)
     (entry / "facts.json").write_text("{}")
     (root / "recipe.sh").write_text('$PYTHON -m verl.trainer.main_ppo "actor_rollout_ref.model.path=qwen3-8b"\n')
-    sequence = StoppedSequence([1], [2], [1], [-0.5], [-0.6], 0, 1, 1)
+    sequence = Difference([1], [2], [1], [-0.5], [-0.6], 0, 1, 1)
     sequence.save(root / "sequence.json")
     (root / "prompts.txt").write_text("1+1\n")
     (root / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')

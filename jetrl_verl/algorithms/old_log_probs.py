@@ -11,8 +11,8 @@ update; under ``jet_fp8`` it warns once and is a metric.
 """
 
 import json
-import logging
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,8 +23,6 @@ import torch
 from jetrl_verl.config.job import Job
 from jetrl_verl.patches.batch_hooks import after_failed_updates, run_after_old_log_probs
 from jetrl_verl.patches.checkpoint_tracker import steps_in
-
-logger = logging.getLogger(__name__)
 
 POLICY = "stopped_policy"
 """Folder of a checkpoint that holds the policy in Hugging Face's format alone; see ``train/tripwire.py``."""
@@ -75,9 +73,12 @@ class Difference:
             "compared tokens differ)"
         )
 
+    def save(self, file: Path) -> None:
+        file.write_text(json.dumps(asdict(self)))
+
     @classmethod
     def load(cls, file: Path) -> "Difference":
-        """Raises ``OSError``, ``TypeError`` or ``ValueError`` for a file that no stopped run has written."""
+        """Raises ``OSError``, ``TypeError`` or ``ValueError`` for a file that :meth:`save` has not written."""
         difference = cls(**json.loads(file.read_text()))
         of_tokens = (difference.response, difference.sampled, difference.rollout, difference.trainer)
         if len(set(map(len, of_tokens))) != 1 or not 0 <= difference.token < len(difference.response):
@@ -185,10 +186,12 @@ class Tripwire:
                 self.stop(trainer, difference)
             elif not _WARNED:
                 _WARNED.append(str(difference))
-                logger.warning(
-                    f"jetrl: step {trainer.global_steps}: {difference}, so the run is not exact; "
+                print(
+                    f"jetrl_verl: warning: in step {trainer.global_steps}, {difference}, so the run is not exact; "
                     f"{_COUNTED}_differing_tokens counts them in every step. Set precision=jet_fp8_exact to stop at "
-                    "the first, with the jetrl diff command that names its operation."
+                    "the first, with the jetrl diff command that names its operation.",
+                    file=sys.stderr,
+                    flush=True,
                 )
         return metrics | {
             f"{_COUNTED}_checked_sequences": len(trained.offsets()) - 1,
@@ -213,7 +216,7 @@ class Tripwire:
         unsaved = ""
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            sequence.write_text(json.dumps(asdict(saved)))
+            saved.save(sequence)
             # Every rank takes part, since FSDP gathers the weights.
             trainer.actor_rollout_wg.save_checkpoint(str(folder / POLICY), None, trainer.global_steps, None)
         except Exception as error:  # the difference is what has to be said

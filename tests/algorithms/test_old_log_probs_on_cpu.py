@@ -294,13 +294,13 @@ def test_an_update_that_met_a_difference_stops_as_the_other_comparisons(run):
         job.trainer._update_actor(job.batch, {})
 
 
-def test_jet_fp8_warns_once_and_counts_in_every_step(run, caplog):
+def test_jet_fp8_warns_once_and_counts_in_every_step(run, capsys):
     job = run("compute", "jet_fp8")
     job.flip(2, 0), job.flip(3, 4)
     for step in (1, 2):
         metrics = job.step(step)
         assert (metrics[DIFFERING], metrics[f"{CHECKED}_tokens"], metrics[f"{CHECKED}_sequences"]) == (2, 30, 8)
-    (warning,) = caplog.messages
+    (warning,) = capsys.readouterr().err.splitlines()
     assert "2 of 30 compared tokens differ" in warning and "Set precision=jet_fp8_exact" in warning
     assert not job.saved
     job.actor = [values.clone() for values in job.rollout]

@@ -83,7 +83,8 @@ def inexact_because(get: Get) -> Iterator[str]:
 def loss_of(error: UnsupportedConfiguration) -> str:
     """What a run loses that goes on with stock operations instead of this refusal of the shared ones."""
     cause, _, remedy = str(error).removesuffix(".").partition(". Set ")
-    remedy = remedy.removesuffix(SHARED.leave).removesuffix(", or ")
+    what, refused, why = cause.partition(f" is not supported with {SHARED.text}: ")
+    cause, remedy = f"{what} ({why})" if refused else cause, remedy.removesuffix(SHARED.leave).removesuffix(", or ")
     return f"{cause}; {Row.loses}. {f'Set {remedy}' if remedy else NO_REMEDY}."
 
 

@@ -136,12 +136,13 @@ def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings
         (
             {f"{ACTOR}.ppo_mini_batch_size": 64},
             f"{ACTOR}.ppo_mini_batch_size=64 (weights move between the updates of a step); the ratios of later updates "
-            f"carry FP8's rounding. Set {ACTOR}.ppo_mini_batch_size to data.train_batch_size, or clip=calibrated.",
+            "carry FP8's rounding. If many tokens are clipped, set clip=calibrated, or "
+            f"{ACTOR}.ppo_mini_batch_size to data.train_batch_size.",
         ),
         (
             {f"{ACTOR}.ppo_epochs": 2},
             f"{ACTOR}.ppo_epochs=2 (weights move between the updates of a step); the ratios of later updates carry "
-            f"FP8's rounding. Set {ACTOR}.ppo_epochs=1, or clip=calibrated.",
+            f"FP8's rounding. If many tokens are clipped, set clip=calibrated, or {ACTOR}.ppo_epochs=1.",
         ),
         ({f"{ACTOR}.ppo_epochs": 2, "jetrl.clip": "calibrated"}, ""),
         *(

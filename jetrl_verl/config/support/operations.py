@@ -146,6 +146,7 @@ def _divergence(get: Get) -> bool:
 
 
 _RATIOS = "the ratios of later updates carry FP8's rounding"
+_MANY = "If many tokens are clipped, set clip=calibrated, or "
 
 NOTE_ROWS: dict[str, Row] = {
     "several_mini_batches": Row(
@@ -153,7 +154,7 @@ NOTE_ROWS: dict[str, Row] = {
         "weights move between the updates of a step",
         {f"{ACTOR}.ppo_mini_batch_size": Values("below `data.train_batch_size`", lambda value: True, "")},
         scope=Scope("", _several_batches),
-        instead=f"Set {ACTOR}.ppo_mini_batch_size to data.train_batch_size, or clip=calibrated",
+        instead=f"{_MANY}{ACTOR}.ppo_mini_batch_size to data.train_batch_size",
         loses=_RATIOS,
     ),
     "several_epochs": Row(
@@ -161,7 +162,7 @@ NOTE_ROWS: dict[str, Row] = {
         "weights move between the updates of a step",
         {f"{ACTOR}.ppo_epochs": above(1)},
         scope=Scope("", lambda get: _in_fp8(get) and get("jetrl.clip") == "fixed"),
-        instead=f"Set {ACTOR}.ppo_epochs=1, or clip=calibrated",
+        instead=f"{_MANY}{ACTOR}.ppo_epochs=1",
         loses=_RATIOS,
     ),
     "bf16_reference": Row(

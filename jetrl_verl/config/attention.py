@@ -52,12 +52,6 @@ def chosen_attentions(get: Get) -> dict[str, str]:
     return chosen
 
 
-def announcement(chosen: dict[str, str]) -> str:
-    """What the driver says about :func:`chosen_attentions`."""
-    settings = ", ".join(f"{key}={name}" for key, name in chosen.items())
-    return f"jetrl_verl: note: {no_flash_attention()}, so the plugin sets {settings}."
-
-
 def check_attention_package(precision: str, get: Get) -> None:
     """Refuse an attention of flash-attn where it is not installed, or on a CPU."""
     # Without flash-attn transformers takes the kernels of its hub, if that package is there.

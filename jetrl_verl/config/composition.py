@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
-from .attention import announcement, chosen_attentions, flash_attention_runs
+from .attention import chosen_attentions, flash_attention_runs, no_flash_attention
 from .installed import installed_version, on_cpu
 from .job import Job
 from .model import overrides_of_both, overrides_of_trainer, read_model
@@ -66,7 +66,8 @@ def resolve(config: DictConfig) -> Job | None:
     if chosen := chosen_attentions(get):
         for key, name in chosen.items():
             OmegaConf.update(config, key, name, force_add=True)
-        _say(announcement(chosen))
+        settings = ", ".join(f"{key}={name}" for key, name in chosen.items())
+        _say(f"jetrl_verl: note: {no_flash_attention()}, so the plugin sets {settings}.")
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
     why_stock = _why_stock(options, get)

@@ -43,6 +43,9 @@ class KVCache(ABC):
     traits: CacheTraits
     contract: str
 
+    def __reduce__(self) -> str:
+        return self.traits.name.upper()  # of this module: one object a process, also of a copied layer
+
     @abstractmethod
     def attend(
         self,
@@ -212,5 +215,6 @@ class FP8Cache(KVCache):
         return kernels.decode_attention(q, pages, lengths, table, scale)
 
 
-OBJECTS: dict[str, KVCache] = {cache.traits.name: cache for cache in (BF16Cache(), FP8Cache())}
+BF16, FP8 = BF16Cache(), FP8Cache()
+OBJECTS: dict[str, KVCache] = {cache.traits.name: cache for cache in (BF16, FP8)}
 """``jetrl.kv_cache`` -> the cache."""

@@ -81,6 +81,9 @@ class Format(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
+    def __reduce__(self) -> str:
+        return "FORMAT"  # of its module: one object a process, also of a copied layer
+
     def check_rule(self, rule: str) -> None:
         """Raise ``ValueError`` unless the format has this scale rule."""
         if rule not in self.traits.scale_rules:

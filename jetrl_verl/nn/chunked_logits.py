@@ -9,6 +9,8 @@ products of backward are over the whole micro-batch, so bits are those of unchun
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -45,7 +47,12 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
     if hasattr(head, "used_vocabulary"):  # the shared operation, which may not materialize logits
         head.used_vocabulary = used
     else:
-        head.register_forward_hook(lambda module, inputs, logits: mask_unused(logits, used))
+        head.register_forward_hook(partial(_mask_output, used=used))
+
+
+def _mask_output(module: torch.nn.Module, inputs: Any, logits: torch.Tensor, *, used: int) -> torch.Tensor:
+    """Forward hook of a stock output embedding."""
+    return mask_unused(logits, used)
 
 
 def per_token(

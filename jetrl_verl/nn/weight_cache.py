@@ -39,6 +39,9 @@ class WeightCache(Generic[_T]):
         self.quantizations = 0
         self.entry: _WeightData[_T] | None = None
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # empty in a copy, whose weight lies elsewhere
+
     def drop(self) -> None:
         """Drop the qdata; the next use quantizes again."""
         self.entry = None

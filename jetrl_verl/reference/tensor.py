@@ -33,6 +33,14 @@ class QuantizedTensor:
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.qdata, self.scales))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # As bytes: pickle writes E4M3 tensors and cannot read them; torch.save can do both.
+        return vars(self) | {"qdata": (self.qdata.view(torch.uint8), self.qdata.dtype)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        data, dtype = state["qdata"]
+        vars(self).update(state | {"qdata": data.view(dtype)})
+
     @property
     def shape(self) -> torch.Size:
         """Shape of ``source`` if there is one, else ``[M, K]``."""

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MethodType
 from typing import Any
 
 import torch
@@ -197,22 +196,23 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         refuse("bias_on_lm_head")
     counts: Counter[str] = Counter()
 
-    def replace(kind: str, module: nn.Module, forward: Any) -> None:
-        module.forward = MethodType(forward, module)
+    def replace(kind: str, module: nn.Module, forward: Any, **settings: Any) -> None:
+        # Not a bound method, which has no copy of its settings in a copied module and cannot be pickled.
+        module.forward = partial(forward, module, **settings)
         counts[kind] += 1
 
     for layer, names in family.named_layers(model):
         part = layer.get_submodule
         readers = {handoff.source: [part(reader) for reader in handoff.readers] for handoff in names.handoffs}
         for norm in names.norms:
-            replace("norm", part(norm), partial(_norm_forward, readers=readers.get(norm, ())))
+            replace("norm", part(norm), _norm_forward, readers=readers.get(norm, ()))
         attention = part(names.attention)
         attention.core = AttentionCore(attention.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
-        replace("attention", attention, partial(_attention_forward, family=names))
+        replace("attention", attention, _attention_forward, family=names)
         if (mixture := names.experts) is None:
-            replace("mlp", part(names.mlp), partial(_mlp_forward, family=names))
+            replace("mlp", part(names.mlp), _mlp_forward, family=names)
         else:
-            replace("mixture", part(mixture.block), partial(_mixture_forward, mixture=mixture))
+            replace("mixture", part(mixture.block), _mixture_forward, mixture=mixture)
             replace("router", part(mixture.router), _router_forward)
     replace("norm", model.get_submodule(family.final_norm), _norm_forward)
     rotary = model.get_submodule(family.rotary_embedding)
@@ -221,7 +221,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
     head.used_vocabulary = None
-    model.forward = MethodType(_model_forward, model)
+    model.forward = partial(_model_forward, model)
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     config._attn_implementation = ATTENTION

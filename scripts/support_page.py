@@ -38,8 +38,9 @@ SUMMARY = """\
 - **Equality in every bit** (`precision=jet_fp8_exact`): Hopper, heads of 128, SiLU, no sliding windows; samples of the
   whole softmax, without `top_p`, `top_k` or penalties.
 - `jet_fp8` runs where the shared operations do not, with each side's own operations; log-probabilities then differ.
-- What is not supported stops with one sentence: "X is not supported with Y: why. Set Z." Nearly always before a GPU is
-  taken; the section "In a worker" has what stops later.
+- What is not supported stops with one sentence: "X is not supported with Y: why. Set Z." The driver builds the
+  trainer's model without weights and asks plugins of vLLM what they replaced, so it stops before a GPU is taken; the
+  section "In a worker" has the three exceptions.
 
 `python scripts/support_page.py` writes this page from `jetrl_verl/config/support/`, which the checks read. A row is
 something that is *not* supported; its remedy is the value to set, or `precision=bf16`. Keys are written without
@@ -106,8 +107,9 @@ SECTIONS = (
     ),
     (
         "In a worker",
-        "Refused in the worker that builds the trainer's model or the engine, after the GPUs are taken, also where the "
-        "driver has made `jetrl.operations=auto` `shared`: it cannot see these.",
+        "No file and no process of the driver's machine shows these, so the worker that builds the engine, or the "
+        "trainer's first forward, refuses them after the GPUs are taken, also where the driver has made "
+        "`jetrl.operations=auto` `shared`.",
         WORKER_ROWS.values(),
     ),
     ("Commands", "", COMMAND_ROWS.values()),

@@ -53,6 +53,7 @@ MIXTURE = {
 MODELS = {
     "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
     "model_type": {"model_type": "mixtral"},
+    "fields_of_vllm": {"is_causal": False},
     "layer_shape": {"intermediate_size": 576},
     "qwen2_head_dim": {"model_type": "qwen2"},
     "dense_layers_of_a_mixture": MIXTURE | {"mlp_only_layers": [0]},

@@ -22,6 +22,7 @@ import torch
 from jetrl_verl import models
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.models.families.base import Family, place
+from jetrl_verl.models.modules import check_scaling
 
 FOLDED = "jetrl_invariant_scaling"
 """Key of ``config.json``: the factor in the weights next to it."""
@@ -65,31 +66,24 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
         Names of the changed tensors.
 
     Raises:
-        UnsupportedConfiguration: a decoder layer lacks one of the norms or projections.
+        UnsupportedLayer: a decoder layer lacks one of the norms or projections.
         ValueError: ``s`` is not a positive number.
     """
     _check(s)
     norms = [norm for norm, _ in family.fed_by_norms]
     projections = [name for _, pieces in family.fed_by_norms for name in pieces]
-    layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
-    for name, tensor in parameters:
-        where = place(name)
-        if where is not None and where.leaf == "weight":
-            layers.setdefault(where.layer, {})[where.module] = (name, tensor)
-    for layer, weights in layers.items():
-        missing = [module for module in (*norms, *projections) if module not in weights]
-        if missing:
-            what = f"{layer}, which has no {missing[0]},"
-            refuse("layer_without_scaling", what=what, scope=f"jetrl.invariant_scaling={s:g}")
+    weights = dict(parameters)
+    check_scaling(weights, family)
     changed = []
-    for weights in layers.values():
-        for module in (*norms, *projections):
-            name, tensor = weights[module]
-            if module in norms:
-                tensor.mul_(s)
-            else:
-                tensor.div_(s)
-            changed.append(name)
+    for name, tensor in weights.items():
+        where = place(name)
+        if where is None or where.leaf != "weight" or where.module not in (*norms, *projections):
+            continue
+        if where.module in norms:
+            tensor.mul_(s)
+        else:
+            tensor.div_(s)
+        changed.append(name)
     return changed
 
 

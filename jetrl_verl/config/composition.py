@@ -28,6 +28,7 @@ from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
 from .support.table import TABLE, inexact_because, loss_of, losses, refusals, stock_because
+from .vllm_plugins import check_plugins
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
@@ -160,12 +161,14 @@ def _why_stock(options: JetConfig, get: Get) -> list[str]:
         return []
     if options.train == UNQUANTIZED:
         return [TABLE["operations_of_a_baseline"].reason]
-    return list(stock_because(get)) or list(_uncovered(get))
+    return list(stock_because(get)) or list(_uncovered(options, get))
 
 
-def _uncovered(get: Get) -> Iterator[str]:
+def _uncovered(options: JetConfig, get: Get) -> Iterator[str]:
     """What the shared operations do not cover of the machine, or of the model as far as it is read without a copy."""
     from jetrl_verl.models import Unsupported, family
+
+    from .built import check_built
 
     if on_cpu():
         yield TABLE["cpu"].loss(what="VERL_PLATFORM=cpu")
@@ -176,6 +179,8 @@ def _uncovered(get: Get) -> Iterator[str]:
             config = model.changed(overrides_of_trainer(get)).config
             for error in family(config).uncovered_operations(config):
                 yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
+            check_built(replace(options, operations="shared"), path, config)
+            check_plugins(config)
     except Unsupported as error:
         yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
     except UnsupportedConfiguration as error:

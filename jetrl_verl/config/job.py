@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, cache_traits
 
 from .options import JetConfig
-from .support.table import refuse
 
 if TYPE_CHECKING:
     from jetrl_verl.models.plan import LinearPlan
@@ -57,13 +56,13 @@ class Job:
         """The job of a resolved ``jetrl`` node; nothing is validated again. A ``Job`` is returned as it is.
 
         Raises:
-            UnsupportedConfiguration: there is no node, or ``composition.resolve`` never read it.
+            ValueError: there is no node, or ``composition.resolve`` never read it.
         """
         if isinstance(node, Job):
             return node
         # If each process decided on `auto`, the two sides could differ.
         if node is None or "job" not in node or node["operations"] not in ("stock", "shared"):
-            refuse("class_without_options", what="a jetrl node that is absent or was not resolved")
+            raise ValueError("the jetrl node is absent or was not resolved; call jetrl_verl.config.resolve first.")
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
         facts = OmegaConf.to_container(OmegaConf.create(dict(node["job"])))
         return cls(options, **(facts | {"inexact": tuple(facts["inexact"])}))

@@ -28,6 +28,7 @@ from .support.scopes import (
     VLLM,
 )
 from .support.table import explained, refusal, refuse
+from .vllm_plugins import check_plugins
 
 if TYPE_CHECKING:
     from .job import Job
@@ -200,6 +201,8 @@ def check_models(job: "Job", get: Get) -> None:
                 "models_own_code", precision=job.options.precision, what=f"the model {model.path} with code of its own"
             )
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
+        if job.shared:
+            check_plugins(model.config)
         if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
             raise UnsupportedConfiguration(message)
         if on_cpu():
@@ -237,8 +240,11 @@ def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor"
     # Not at the top: the checks of versions have to run where importing torch fails.
     from jetrl_verl.models import family
 
+    from .built import check_built
+
     options, shared = job.options, job.shared and "actor" in roles
-    if model.config.get("quantization_config"):
+    exported = model.folder is not None and (model.folder / "hf_quant_config.json").exists()
+    if model.config.get("quantization_config") or exported:
         refuse("quantized_checkpoint", precision=options.precision, what=f"the model {model.path}")
     with explained(model.path, options.precision):
         for role in roles:
@@ -246,6 +252,8 @@ def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor"
         decoder = family(model.config)
         if shared:
             decoder.check_operations(model.config)
+        for role in roles:
+            check_built(options, model.path, model.config, role)
     if decoder.experts is not None and options.train != UNQUANTIZED:
         if not shared:
             refuse("mixture_with_stock_operations", what=f"the mixture of experts {model.path}")
@@ -315,10 +323,16 @@ def check_attention(model: ModelFiles, node: str = MODEL) -> None:
     from jetrl_verl.models.families.base import read
 
     remedy = "" if node == MODEL else f"Set {node}.override_config.attn_implementation=sdpa"
-    if family(model.config).slides(model.config):
+    decoder = family(model.config)
+    if decoder.slides(model.config):
         refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,", remedy=remedy)
     if rate := read(model.config, "attention_dropout", 0.0):
         refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}", remedy=remedy)
+    if (chunk := read(model.config, "attention_chunk_size")) is not None:
+        refuse("varlen_model", what=f"the model {model.path} with attention_chunk_size={chunk}", remedy=remedy)
+    if not (on_cpu() or decoder.has_varlen_kernel(model.config)):
+        what = f"the model {model.path} with heads of {decoder.head_dim(model.config)}"
+        refuse("varlen_model", what=what, remedy=remedy)
 
 
 def check_vocabulary(model: ModelFiles, tokenizer: str | None = None) -> None:

@@ -18,7 +18,7 @@ from jetrl_verl.kernels.attention import (
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
 
-__all__ = ["varlen_attention"]
+__all__ = ["has_varlen_kernel", "varlen_attention"]
 
 LARGEST_HEAD = 256
 """FlashAttention's largest head dimension; head dimensions are multiples of 8."""
@@ -125,6 +125,11 @@ def varlen_attention(
     return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _varlen_attention, _varlen_attention_backward)
 
 
+def has_varlen_kernel(head_dim: int) -> bool:
+    """Whether FlashAttention has kernels for heads of ``head_dim``."""
+    return head_dim % 8 == 0 and head_dim <= LARGEST_HEAD
+
+
 def without_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
     """The operands of :func:`varlen_attention` that no kernel supports, in words; empty where one does."""
     head_dim = q.shape[-1]
@@ -132,7 +137,7 @@ def without_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
         return f"queries, keys and values of {head_dim}, {k.shape[-1]} and {v.shape[-1]} features per head"
     if q.device.type == "cpu":
         return ""
-    if head_dim % 8 or head_dim > LARGEST_HEAD:
+    if not has_varlen_kernel(head_dim):
         return f"heads of {head_dim}"
     if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.bfloat16, torch.float16):
         return f"operands in {q.dtype}, {k.dtype} and {v.dtype}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, traits_of
 from jetrl_verl.models.families import family
-from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, place, read
+from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, check_vllm_fields, place, read
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def plan_linears(
     """
     decoder, traits = family(hf_config), traits_of(format_name)
     decoder.check(hf_config)
+    check_vllm_fields(hf_config)
     if not decoder.divides_heads(hf_config, tp):
         heads = read(hf_config, "num_attention_heads")
         largest = _largest(decoder, hf_config, tp, traits.block if traits and unfit_layers != "skip" else None)

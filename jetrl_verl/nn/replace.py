@@ -10,7 +10,8 @@ from torch import nn
 from jetrl_verl import formats
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, leaf, place
-from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
+from jetrl_verl.models.modules import linears_of
+from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.handoff import hand_over
 from jetrl_verl.nn.linear import JetLinear
@@ -41,12 +42,8 @@ def replace_linears(
         if backward == formats.UNQUANTIZED:
             raise UnsupportedLayer("the gradients of experts are FP8 products", "mixture_with_bf16_backward")
         replaced += _replace_experts(model, decoder.experts, plans, scale_rule)
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear) or place(name) is None:
-            continue
-        plan = plan_of(name, plans)
-        if plan is None:
-            raise UnsupportedLayer(f"its family has no linear layer {name}", "linear_of_no_family")
+    for name, suffix, module in linears_of(model):
+        plan = plans[suffix]
         _check_shape(name, module.weight, plan.n, plan.k)
         if plan.quantized:
             number_format, ranks = formats.get(plan.format_name), plan.k // plan.shard_k

@@ -8,6 +8,7 @@ tells vLLM that its heads have 129 bytes (128 of data, one of scale), so vLLM co
 out the bytes (reference/kv_cache.py), and ``kv_cache_dtype`` stays ``auto``.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -44,43 +45,37 @@ def _check(impl: Any) -> None:
     if impl.head_size != kernels.HEAD_DIM:
         why = f"the shared operations do not cover heads of {impl.head_size}"
         refuse("head_dim", what="the model of this engine", why=why)
-    if not _is_plain(impl):
-        refuse("attention_kind")
-    if _slides(impl):
-        refuse("sliding_window_in_vllm")
-    if impl.kv_cache_dtype not in ("auto", "bfloat16"):
-        refuse("kv_cache_in_vllm", what=f"kv_cache_dtype={impl.kv_cache_dtype}")
-    if _version(impl) != 3:
-        refuse("flash_attention_version", what=f"FlashAttention {_version(impl)}, which this GPU runs,")
+    for what in _changes(impl):
+        refuse("operation_replaced_in_vllm", what=what)
 
 
-def _is_plain(impl: Any) -> bool:
+def _changes(impl: Any) -> Iterator[str]:
+    """What an attention layer does that no layer does of a model, GPU and arguments that the driver let pass."""
     plain = impl.attn_type == vllm.AttentionType.DECODER and impl.alibi_slopes is None and impl.sinks is None
-    return plain and not impl.logits_soft_cap and impl.kv_sharing_target_layer_name is None
-
-
-def _slides(impl: Any) -> bool:
-    return impl.sliding_window not in (None, -1, (-1, -1))
-
-
-def _version(impl: Any) -> int:
-    # The CPU backend has none.
-    return getattr(impl, "vllm_flash_attn_version", 3)
+    version = getattr(impl, "vllm_flash_attn_version", 3)  # the CPU backend has none
+    for what, met in (
+        (
+            "attention with biases, sinks or caps, across layers, or other than plain causal",
+            not plain or impl.logits_soft_cap or impl.kv_sharing_target_layer_name is not None,
+        ),
+        ("sliding window attention", impl.sliding_window not in (None, -1, (-1, -1))),
+        (f"kv_cache_dtype={impl.kv_cache_dtype}", impl.kv_cache_dtype not in ("auto", "bfloat16")),
+        (f"FlashAttention {version}, which this GPU runs,", version != 3),
+    ):
+        if met:
+            yield what
 
 
 def _check_for_cache(impl: Any, traits: CacheTraits) -> None:
     """Refuse an attention layer that cannot have a quantized KV cache."""
     group = impl.num_heads // impl.num_kv_heads
-    for what, met in (
-        (f"heads of {impl.head_size}", impl.head_size != traits.head_dim),
-        (f"{group} query heads of a KV head", group > traits.most_query_heads),
-        ("attention other than plain causal", not _is_plain(impl)),
-        ("sliding window attention", _slides(impl)),
-        (f"kv_cache_dtype={impl.kv_cache_dtype}", impl.kv_cache_dtype not in ("auto", "bfloat16")),
-        (f"FlashAttention {_version(impl)}, which this GPU runs,", _version(impl) != 3),
+    for why, met in (
+        (f"its heads are of {impl.head_size}", impl.head_size != traits.head_dim),
+        (f"a KV head has {group} query heads", group > traits.most_query_heads),
+        *((f"no kernel reads its pages in {what.removesuffix(',')}", True) for what in _changes(impl)),
     ):
         if met:
-            refuse("fp8_kv_cache_in_vllm", what=what)
+            refuse("model_of_an_fp8_cache", what="the model of this engine", why=why)
 
 
 def _spec(layer: vllm.Attention, vllm_config: Any, *, head: tuple[int, torch.dtype]) -> vllm.FullAttentionSpec:
@@ -108,7 +103,7 @@ def share_attention(layer: vllm.Attention, kv_cache: KVCache | None = None) -> N
     shared = vllm.resolve_obj_by_qualname(path.format(kv_cache.traits.backend)) if path is not None else None
     if shared is None or shared.__base__ is not stock or type(layer.impl) is not stock.get_impl_cls():
         what = f"the attention backend {stock.get_name()} ({stock.__module__})"
-        refuse("attention_backend_in_vllm", what=what)
+        refuse("operation_replaced_in_vllm", what=what)
     if kv_cache.traits.quantized:
         _check_for_cache(layer.impl, kv_cache.traits)
         layer.get_kv_cache_spec = MethodType(partial(_spec, head=kv_cache.vllm_head), layer)

@@ -48,8 +48,8 @@ class JetExpertsMethod(vllm.FusedMoEMethodBase):
         if parallel.dp_size > 1:
             scope = f"{VLLM}.data_parallel_size={parallel.dp_size}"
             refuse("mixture_over_replicas", what=f"the mixture of experts {config.path}", scope=scope)
-        if parallel.is_sequence_parallel:
-            refuse("mixture_split_by_sequence")
+        if parallel.is_sequence_parallel:  # of expert parallelism, which is refused
+            raise ValueError("experts split by sequence: each rank has a part of every expert")
         if layer.activation != vllm.MoEActivation.SILU:
             why = f"experts multiply by SiLU, and its activation is {layer.activation.value}"
             what = f"the mixture of experts {config.path}"
@@ -60,7 +60,7 @@ class JetExpertsMethod(vllm.FusedMoEMethodBase):
             (layer.apply_router_weight_on_input, "a routing weight on the experts' input"),
         ):
             if wrong:
-                refuse("router_in_vllm", what=what)
+                refuse("layer_replaced_in_vllm", what=what)
 
     def create_weights(
         self,
@@ -135,8 +135,6 @@ class SharedMixture(vllm.Qwen3MoeSparseMoeBlock):
             config, why = routed.quant_method.config, "vLLM's class has a shared expert, and Hugging Face's has none"
             what = f"the mixture of experts {config.path}"
             refuse("shared_expert", precision=config.precision, what=what, why=why)
-        if self.is_sequence_parallel:
-            refuse("mixture_split_by_sequence")
         if self.tp_size > 1 and not ordered:
             raise ValueError(f"shared operations: experts over {self.tp_size} GPUs need reduction=ordered")
         self.method: JetExpertsMethod = routed.quant_method
@@ -160,7 +158,7 @@ def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
         UnsupportedConfiguration: a block that the shared operations do not cover.
     """
     if type(block) is not vllm.Qwen3MoeSparseMoeBlock:
-        refuse("layer_class_in_vllm", what=f"the layer {type(block).__name__}")
+        refuse("operation_replaced_in_vllm", what=f"the layer {type(block).__name__}")
     block.__class__ = SharedMixture
     block.check(ordered)
     return block

@@ -137,7 +137,7 @@ def live_routing(model: torch.nn.Module) -> Routing | None:
         Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
     }
     if len(routings) > 1:
-        refuse("routing_by_layer")
+        refuse("layer_replaced_in_vllm", what="a mixture of experts whose layers choose differently")
     return routings.pop() if routings else None
 
 

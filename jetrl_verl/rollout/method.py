@@ -20,7 +20,7 @@ from jetrl_verl.config.support.table import explained, refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
-from jetrl_verl.models.plan import UnsupportedLayer, plan_linears
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.worker_errors import told_to_the_server
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout import vllm_compat as vllm
@@ -107,7 +107,7 @@ class JetQuantizationConfig(vllm.QuantizationConfig):
             return vllm.UnquantizedLinearMethod()
         pieces = names.pieces.get(location.module) if location is not None else None
         if pieces is None:
-            raise UnsupportedLayer(f"its family has no linear layer {prefix}", "linear_of_no_family")
+            refuse("layer_replaced_in_vllm", what=f"the linear layer {prefix}, which its family does not have,")
         if not all(plans[piece].quantized for piece in pieces):
             return vllm.UnquantizedLinearMethod()
         return JetLinearMethod(self)

@@ -87,7 +87,7 @@ class _SharedHeads:
     def check(self) -> None:
         _, q_norm, k_norm, *_ = self._parts()
         if q_norm.variance_epsilon != k_norm.variance_epsilon:
-            refuse("norm_in_vllm")
+            refuse("operation_replaced_in_vllm", what="a norm of queries with another eps than that of keys")
 
     def _parts(self) -> list[torch.nn.Module]:
         return [getattr(self, name) for name in self.parts]

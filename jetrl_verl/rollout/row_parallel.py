@@ -117,11 +117,14 @@ def order_reduction(layer: torch.nn.Module) -> None:
     Raises:
         UnsupportedConfiguration: a row-parallel layer that gets whole rows, or does not reduce.
     """
-    if type(layer) is not vllm.RowParallelLinear or stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
+    if not isinstance(layer, vllm.RowParallelLinear) or isinstance(layer, OrderedRowParallelLinear):
         return
-    if not (layer.input_is_parallel and layer.reduce_results):
+    if stock_all_reduce_matches(layer.tp_size, layer.weight.is_cuda):
+        return
+    if type(layer) is not vllm.RowParallelLinear or not (layer.input_is_parallel and layer.reduce_results):
         over = f"the row-parallel layer {layer.prefix} over {layer.tp_size} GPUs"
-        refuse("row_parallel_in_vllm", what=f"{over}, which does not add its ranks' products itself,")
+        what = f"{over}, a {type(layer).__name__} which does not add its ranks' products as vLLM's does,"
+        refuse("layer_replaced_in_vllm", what=what)
     layer.__class__ = OrderedRowParallelLinear
 
 

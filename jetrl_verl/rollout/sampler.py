@@ -266,5 +266,5 @@ def share_sampler(model_runner: Any) -> None:
     if sampler is None:
         return
     if type(sampler) not in _SHARED:
-        refuse("sampler_in_vllm", what=f"the sampler {type(sampler).__name__}")
+        refuse("operation_replaced_in_vllm", what=f"the sampler {type(sampler).__name__}")
     sampler.__class__ = _SHARED[type(sampler)]

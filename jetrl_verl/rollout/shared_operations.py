@@ -49,7 +49,7 @@ class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
 
     def check(self) -> None:
         if self.variance_size_override is not None or not self.has_weight:
-            refuse("norm_in_vllm")
+            refuse("operation_replaced_in_vllm", what="a norm without a weight or over a part of a row")
 
     def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
         weight, eps, reader, rule = self.weight, self.variance_epsilon, self.reader_format, self.reader_rule
@@ -85,7 +85,7 @@ class _SharedRotary:
 
     def check(self) -> None:
         if not self.is_neox_style:
-            refuse("interleaved_rotary")
+            refuse("operation_replaced_in_vllm", what="rotary of interleaved pairs")
         if self.rotary_dim != self.head_size:
             part = f"rotary of {self.rotary_dim} of the {self.head_size} features of a head"
             refuse("partial_rotary", what=_MODEL, why=f"the shared operations do not cover {part}")
@@ -146,7 +146,7 @@ def _share(module: torch.nn.Module) -> None:
     """Give one module its class of ``_SHARED``, in place."""
     shared = _SHARED.get(type(module))
     if shared is None:
-        refuse("layer_class_in_vllm", what=f"the layer {type(module).__name__}")
+        refuse("operation_replaced_in_vllm", what=f"the layer {type(module).__name__}")
     module.__class__ = shared
     module.check()
     if isinstance(module, vllm.CustomOp):
@@ -201,7 +201,7 @@ def share_operations(
         for handoff in names.handoffs:
             source, reader = part(handoff.source), part(handoff.vllm_reader)
             if not isinstance(source, _ReadByLinear):
-                refuse("layer_class_in_vllm", what=f"the layer {type(source).__name__}")
+                refuse("operation_replaced_in_vllm", what=f"the layer {type(source).__name__}")
             method = reader.method if isinstance(reader, SharedMixture) else getattr(reader, "quant_method", None)
             if isinstance(method, JetLinearMethod | JetExpertsMethod) and method.format.accepts_quantized:
                 source.reader_format, source.reader_rule = method.format, method.config.scale_rule

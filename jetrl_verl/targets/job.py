@@ -12,7 +12,8 @@ from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_resume
+from jetrl_verl.algorithms.invariant_scaling import check_resumed
+from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_resume, resume_folder
 from jetrl_verl.config import environment, workers
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.job import Job
@@ -34,6 +35,8 @@ class JetCallback(Callback):
             workers.install(job)
             environment.check_environment(job, reader(config))
             check_resume(config)
+            if (step := resume_folder(config)) is not None:
+                check_resumed(step / "actor", job.options.invariant_scaling)
         except (UnsupportedConfiguration, DamagedCheckpointError) as refusal:
             sys.exit(f"jetrl_verl: {refusal}")
         except Exception as error:

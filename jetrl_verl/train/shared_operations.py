@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from jetrl_verl import formats, kernels, models
-from jetrl_verl.config.support.table import refuse
 from jetrl_verl.models.families.base import Experts, Family, leaf
+from jetrl_verl.models.modules import check_operations_of
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.chunked_logits import KEPT_BYTES, Compute, mask_unused, per_token
 from jetrl_verl.nn.gated_mlp import covers, gated_product
@@ -184,16 +184,13 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         Number of modules of each kind that now run a shared operation.
 
     Raises:
-        Unsupported: the family or the configuration is not covered.
-        UnsupportedConfiguration: a module is not covered.
+        Unsupported: the family, the configuration or a module is not covered.
     """
     config = model.config
     family = models.family(config)
     family.check_operations(config)
-    _check_modules(model, family)
+    check_operations_of(model)
     head = model.get_submodule(family.head)
-    if head.bias is not None:
-        refuse("bias_on_lm_head")
     counts: Counter[str] = Counter()
 
     def replace(kind: str, module: nn.Module, forward: Any, **settings: Any) -> None:
@@ -227,16 +224,3 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     config._attn_implementation = ATTENTION
     model.get_decoder().register_forward_pre_hook(_find_sequences, with_kwargs=True)
     return dict(counts)
-
-
-def _check_modules(model: nn.Module, family: Family) -> None:
-    """Refuse a decoder that lacks a module of its family, or has one that the family does not name: with parameters of
-    its own, or directly in a layer."""
-    named = {family.final_norm, family.rotary_embedding, family.embedding, family.head}
-    used = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
-    for i, (layer, names) in enumerate(family.named_layers(model)):
-        named |= {f"{family.layers}.{i}.{part}" for part in names.parts}
-        used |= {f"{family.layers}.{i}.{child}" for child, _ in layer.named_children()}
-    for wrong, word in ((named - dict(model.named_modules()).keys(), "without"), (used - named, "with")):
-        if wrong:
-            refuse("another_decoder", what=f"a {type(model).__name__} {word} {min(wrong)}")

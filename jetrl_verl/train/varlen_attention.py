@@ -44,9 +44,9 @@ def mask(
     # The mask function of a packed batch, causal within sequences, comes with allow_is_causal_skip=False.
     causal = mask_function is causal_mask_function or not allow_is_causal_skip
     if use_vmap or not causal or getattr(config, "attention_chunk_size", None) is not None:
-        refuse("varlen_mask")
+        refuse("varlen_call", what="a mask other than the causal one")
     if q_length != kv_length:
-        refuse("varlen_cache")
+        refuse("varlen_call", what="a cache of keys and values", remedy="Set use_cache=False")
     return attention_mask
 
 
@@ -85,11 +85,11 @@ def attend(
     if sliding_window is not None:
         refuse("varlen_sliding_window", what=f"the model {_path(module)}, whose layers attend to windows,")
     if softcap or s_aux is not None:
-        refuse("varlen_scores")
+        refuse("varlen_call", what="soft-capped scores or attention sinks")
     if prefix_grouper is not None:
         refuse("varlen_prefix_grouper", key=f"{ACTOR}.use_prefix_grouper", value="true")
     if is_causal is False or not (_is_causal(module) and _is_causal(getattr(module, "config", None))):
-        refuse("varlen_direction")
+        refuse("varlen_call", what="attention in both directions")
     # [B, T, H, D]: one rank's tokens and all heads, or all tokens and one rank's heads
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if split := sequence_parallel.ranks() > 1:
@@ -97,7 +97,7 @@ def attend(
             refuse("ulysses_of_padded_batches")
         query, key, value = (x[None] for x in sequence_parallel.by_heads(query[0], key[0], value[0]))
     if query.shape[1] != key.shape[1]:
-        refuse("varlen_cache")
+        refuse("varlen_call", what="a cache of keys and values", remedy="Set use_cache=False")
 
     rows, length, heads, head_dim = query.shape
     packing = _sequences(rows, length, attention_mask, position_ids)
@@ -107,7 +107,7 @@ def attend(
         dtype = torch.get_autocast_dtype("cuda")
     q, k, v = (x.flatten(0, 1).to(dtype) for x in (query, key, value))
     if what := without_kernel(q, k, v):
-        refuse("varlen_operands", what=f"attention with {what}")
+        refuse("varlen_call", what=f"attention with {what}")
     scale = head_dim**-0.5 if scaling is None else scaling
     if packing.tokens is None:
         out = varlen_attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, scale)
@@ -134,12 +134,12 @@ def _sequences(
     """The sequences of ``rows`` rows of ``length`` tokens."""
     if attention_mask is not None:
         if attention_mask.shape != (rows, length):
-            refuse("varlen_mask")
+            refuse("varlen_call", what="a mask other than the causal one")
         return _remembered(attention_mask, rows, lambda: Packing.of(None, attention_mask))
     if position_ids is None:
-        refuse("varlen_positions")
+        refuse("varlen_call", what="a model that does not pass its positions on")
     if position_ids.dim() != 2:
-        refuse("varlen_position_axes")
+        refuse("varlen_call", what="positions of more than one dimension")
 
     def find() -> Packing:
         return Packing.of(sequence_parallel.whole(position_ids).expand(rows, length), None)

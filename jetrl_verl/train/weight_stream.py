@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.config.support.table import refuse
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Routing, leaf
@@ -26,7 +25,7 @@ def stated_routing(model: nn.Module) -> Routing | None:
     """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None for a dense model.
 
     Raises:
-        UnsupportedConfiguration: its layers choose differently.
+        ValueError: its layers choose differently, which ``models.modules`` refuses earlier.
     """
     mixture = family(model.config).experts
     if mixture is None:
@@ -36,9 +35,8 @@ def stated_routing(model: nn.Module) -> Routing | None:
         router, experts = layer.get_submodule(mixture.router), layer.get_submodule(mixture.module)
         count = getattr(experts, leaf(mixture.down)).shape[0]
         routings.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
-    if len(routings) != 1:
-        refuse("routing_by_layer")
-    return routings.pop()
+    (routing,) = routings
+    return routing
 
 
 def weight_stream(

@@ -211,7 +211,9 @@ def test_an_fp8_cache_of_an_unknown_architecture_is_refused(compose, model_folde
     assert "model_type 'gpt2' is none of" in refusal(check_job, job)
 
 
-MIXTURE = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+MIXTURE = dict(
+    model_type="qwen3_moe", architectures=None, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256
+)
 
 
 def test_a_mixture_of_experts_is_checked(model_folder):

@@ -10,8 +10,10 @@ import pytest
 import support_page
 from support_models import MIXTURE, MODEL_CONFIG, MODELS
 from test_refusals_on_cpu import SENTENCE, changed
+from torch import nn
+from transformers import AutoModelForCausalLM
 
-from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, composition, environment, resolve
+from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, composition, environment, resolve, vllm_plugins
 from jetrl_verl.config import model as model_module
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.model import (
@@ -85,6 +87,8 @@ ELSEWHERE = {
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
+    *("varlen_model", "vllm_plugins"),
+    *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
 
@@ -172,19 +176,25 @@ def test_ulysses_ranks_that_do_not_divide_the_heads_are_refused(model, key):
         assert "its 12 heads over 2 key heads" in message
 
 
-@pytest.mark.parametrize("name", ["varlen_sliding_window", "varlen_dropout"])
-def test_a_model_that_varlen_attention_does_not_support_is_refused(model, name):
-    slides = name == "varlen_sliding_window"
-    path = model(MODELS["sliding_window" if slides else "attention_dropout"])
+@pytest.mark.parametrize(
+    ("name", "changes", "what"),
+    [
+        ("varlen_sliding_window", MODELS["sliding_window"], ", whose layers attend to windows,"),
+        ("varlen_dropout", MODELS["attention_dropout"], " with attention_dropout=0.1"),
+        ("varlen_model", {"attention_chunk_size": 64}, " with attention_chunk_size=64"),
+        ("varlen_model", {"head_dim": 384}, " with heads of 384"),
+    ],
+)
+def test_a_model_that_varlen_attention_does_not_support_is_refused(model, name, changes, what):
+    path = model(changes)
     settings = (*STOCK, f"+{ATTENTION}=jetrl_varlen")
 
     def check(*further: str) -> None:
         check_job(changed((*settings, *further), {f"{MODEL}.path": path}))
 
-    why = ", whose layers attend to windows," if slides else " with attention_dropout=0.1"
-    assert refused(check) == refusal(name, what=f"the model {path}{why}")
+    assert refused(check) == refusal(name, what=f"the model {path}{what}")
     check(f"{ATTENTION}=sdpa")
-    if not slides:
+    if name == "varlen_dropout":
         check(f"+{MODEL}.override_config.attention_dropout=0.0")
     model()
     check()
@@ -261,6 +271,73 @@ def test_a_models_own_code_is_refused_where_it_is_trusted(model):
     check_job(changed(STOCK, settings | {f"{MODEL}.trust_remote_code": True}))
 
 
+def _extra_linear(model) -> None:
+    model.model.layers[1].mlp.add_module("extra_proj", nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("linear_of_no_family", _extra_linear, "its family has no linear layer model.layers.1.mlp.extra_proj"),
+        (
+            "another_decoder",
+            lambda m: m.model.layers[1].add_module("after", nn.Identity()),
+            "with model.layers.1.after",
+        ),
+        ("another_decoder", lambda m: m.lm_head.register_parameter("bias", m.model.norm.weight), "lm_head has a bias"),
+        ("another_decoder", lambda m: setattr(m.model.layers[1].mlp.gate, "top_k", 1), "choose experts differently"),
+        ("layer_without_scaling", lambda m: delattr(m.model.layers[1], "input_layernorm"), "has no input_layernorm"),
+    ],
+)
+def test_a_layer_that_a_worker_would_refuse_is_refused_in_the_driver(model, monkeypatch, name, change, why, capsys):
+    def changed_class(config):
+        built = from_config(config)
+        change(built)
+        return built
+
+    from_config, of_operations = AutoModelForCausalLM.from_config, name == "another_decoder"
+    path = model(MIXTURE if "choose" in why else None)
+    options = replace(OPTIONS, invariant_scaling=1.5) if name == "layer_without_scaling" else OPTIONS
+    if not of_operations:
+        options = replace(options, operations="stock")
+    check(path, options)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", changed_class)
+    message = refused(check, path, options)
+    assert why in message and message == refusal(
+        name, precision="jet_fp8", what=f"the model {path}", why=reason(message)
+    )
+    if of_operations and "choose" not in why:
+        check(path, replace(options, operations="stock"))
+        config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
+        assert not resolve(config).shared and why in capsys.readouterr().err
+
+
+def test_a_class_that_vllm_would_build_instead_is_refused(model):
+    check(model({"architectures": ["Qwen3ForCausalLM"]}))
+    message = refused(check, model({"architectures": ["Qwen3ForSequenceClassification"]}))
+    assert "vLLM builds the architecture Qwen3ForSequenceClassification of its config.json" in message
+    with pytest.raises(UnsupportedConfiguration, match=r"cannot be built from its configuration \(KeyError: 'nope'\)"):
+        check(model({"hidden_act": "nope"}), replace(OPTIONS, operations="stock"))
+
+
+def test_plugins_that_replace_layers_of_vllm_are_known_before_a_worker_starts(model, monkeypatch, capsys):
+    """The program itself runs in tests/rollout."""
+    path = model({"architectures": ["Qwen3ForCausalLM"]})
+    config = {"jetrl.operations": "auto", f"{MODEL}.path": path}
+    exact = changed(("precision=jet_fp8_exact",), {f"{MODEL}.path": path})
+    assert vllm_plugins.other_plugins() == ()
+    assert resolve(changed(("precision=jet_fp8",), config)).shared
+    check_job(exact)
+    asked = []
+    monkeypatch.setattr(vllm_plugins, "other_plugins", lambda: ("ascend",))
+    monkeypatch.setattr(vllm_plugins, "replaced", lambda name: asked.append(name) or ("the layer a.RMSNorm",))
+    assert not resolve(changed(("precision=jet_fp8",), config)).shared
+    assert "OFF: the layer a.RMSNorm is not supported with jetrl.operations=shared" in capsys.readouterr().err
+    why = "the plugins ascend of vLLM replaced it, and what it computes is not known"
+    assert refused(check_job, exact) == refusal("vllm_plugins", what="the layer a.RMSNorm", why=why)
+    assert asked == ["Qwen3ForCausalLM"] * 2
+
+
 def test_auto_is_stock_on_a_cpu_where_shared_may_be_asked_for(model, monkeypatch, capsys):
     settings = {f"{MODEL}.path": model()}
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
@@ -274,6 +351,10 @@ def test_auto_is_stock_on_a_cpu_where_shared_may_be_asked_for(model, monkeypatch
 
 WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
 """Arguments of ``refusal``; None stands for ``**words``."""
+
+
+def test_few_rows_are_left_to_a_worker():
+    assert len(WORKER_ROWS) <= 6
 
 
 def test_code_refuses_by_existing_rows_and_uses_each():

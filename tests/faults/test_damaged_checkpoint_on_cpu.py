@@ -203,6 +203,11 @@ def test_a_refused_resume_exits_with_one_sentence(checkpoints, monkeypatch):
     config = OmegaConf.merge(resuming(checkpoints), {"jetrl": node})
     with pytest.raises(SystemExit, match="^jetrl_verl: the checkpoint .* was written by 1 rank and this run has 2\\. "):
         JetCallback().on_job_start(config)
+    folded = checkpoints / "global_step_2" / "actor" / "huggingface" / "config.json"
+    folded.write_text('{"jetrl_invariant_scaling": 1.5}')
+    config = OmegaConf.merge(resuming(checkpoints, nnodes=1), {"jetrl": node})
+    with pytest.raises(SystemExit, match=r"trained with jetrl.invariant_scaling=1\.5, is not .* Set .*scaling=1\.5\.$"):
+        JetCallback().on_job_start(config)
 
 
 def test_a_save_removes_shards_of_another_number_of_ranks(checkpoints):

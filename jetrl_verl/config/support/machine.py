@@ -9,7 +9,7 @@ the name of a row.
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Row, Scope
-from .scopes import ATTENTION, AUTO, BUCKET, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
+from .scopes import ATTENTION, AUTO, BUCKET, FOLDED, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
@@ -36,6 +36,11 @@ MACHINE_ROWS: dict[str, Row] = {
         "a GPU of compute capability other than 9.0", "FlashAttention 3 needs 9.0", scope=SHARED
     ),
     "no_flash_attention_3": Row("vLLM without FlashAttention 3", scope=SHARED),
+    "vllm_plugins": Row(
+        "plugins of other packages that replace layers, attention, platform or model class of vLLM",
+        scope=SHARED,
+        instead=f"Set VLLM_PLUGINS=jetrl to run without them, or {SHARED.leave}",
+    ),
     "cpu": Row(
         "a CPU",
         "the shared operations are slow there: exact sums in float64",
@@ -81,6 +86,20 @@ MODEL_ROWS: dict[str, Row] = {
         scope=Scope(f"VERL_PLATFORM=cpu and a smaller {BUCKET}"),
         instead=f"Set a larger {BUCKET}",
     ),
+    "fields_of_vllm": Row(
+        "a field of config.json that vLLM's class alone reads, as `is_causal=false` of an embedding model",
+        instead=f"Set {MODEL}.path to a model without it, or precision=bf16",
+    ),
+    "linear_of_no_family": Row("a linear layer in a decoder that its family does not have"),
+    "layer_without_scaling": Row(
+        "a decoder layer without the norms and projections that the factor is folded into", scope=FOLDED
+    ),
+    "checkpoint_of_another_factor": Row(
+        "a checkpoint of another factor",
+        "its moments and later checkpoints would not fit the weights",
+        scope=FOLDED,
+        instead="Set jetrl.invariant_scaling to the checkpoint's",
+    ),
     "qwen2_head_dim": Row("a Qwen2 model with a head_dim of its own"),
     "built_in_biases": Row("Seed-OSS with other biases than vLLM's"),
     "model_of_an_fp8_cache": Row(
@@ -92,6 +111,11 @@ MODEL_ROWS: dict[str, Row] = {
     "varlen_sliding_window": Row("sliding windows", "it attends to whole sequences", scope=VARLEN),
     "varlen_dropout": Row(
         "attention dropout", "its backward has none", scope=VARLEN, instead=f"Set {_DROPOUT}, or {ATTENTION}=sdpa"
+    ),
+    "varlen_model": Row(
+        "layers that attend to chunks, and heads that FlashAttention has no kernel for",
+        "it attends to whole sequences in FlashAttention",
+        scope=VARLEN,
     ),
     "fused_kernels_of_a_padded_vocabulary": Row(
         f"{MODEL}.use_fused_kernels=true",
@@ -131,6 +155,7 @@ MODEL_ROWS: dict[str, Row] = {
         instead="Set num_experts_per_tok of its config.json to a number of its experts",
     ),
     # --- what the shared operations do not cover ---
+    "another_decoder": Row("a decoder with other modules than its family's, or a bias on lm_head", scope=SHARED),
     "head_dim": Row("heads other than 128", scope=SHARED),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
     "partial_rotary": Row("partly rotated heads", scope=SHARED),

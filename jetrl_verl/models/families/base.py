@@ -49,6 +49,11 @@ class Place(NamedTuple):
     leaf: str
 
 
+_VLLM_FIELDS = {"is_causal": True, "qk_norm": False, "bias": False, "ada_rms_norm_t_cond": False} | dict.fromkeys(
+    ("qkv_bias", "dual_chunk_attention_config", "llama_4_scaling")
+)
+"""Fields of a configuration that vLLM's classes alone read -> the value that changes nothing."""
+
 _PLACE = re.compile(r"((?:.*\.)?layers\.(\d+))\.(.+?)(?:\.(weight|bias))?")
 
 
@@ -57,6 +62,13 @@ def place(name: str) -> Place | None:
     """Split a module's or parameter's name; None if it is in no decoder layer."""
     match = _PLACE.fullmatch(name)
     return Place(match[1], int(match[2]), match[3], match[4] or "") if match else None
+
+
+def check_vllm_fields(config: Any) -> None:
+    """Raise ``UnsupportedLayer`` for a field that one of vLLM's classes reads and Hugging Face's does not."""
+    for name, neutral in _VLLM_FIELDS.items():
+        if (value := read(config, name, neutral)) != neutral:
+            raise UnsupportedLayer(f"vLLM reads {name}={value}, and Hugging Face does not", "fields_of_vllm")
 
 
 def leaf(name: str) -> str:
@@ -318,6 +330,10 @@ class Family:
 
     def check(self, config: Any) -> None:
         """Raise ``UnsupportedLayer`` if vLLM's class computes something else than Hugging Face's."""
+
+    def has_varlen_kernel(self, config: Any) -> bool:
+        """Whether FlashAttention has kernels for its heads."""
+        return kernels.has_varlen_kernel(self.head_dim(config))
 
     def slides(self, config: Any) -> bool:
         """Whether a layer has sliding window attention."""

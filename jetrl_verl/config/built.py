@@ -1,0 +1,69 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's model on the meta device: the driver asks it what a worker asks of the model that it trains."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from jetrl_verl.formats.catalog import UNQUANTIZED
+from jetrl_verl.models import UnsupportedLayer, family
+from jetrl_verl.models.modules import check_operations_of, check_scaling, linears_of
+
+from .options import JetConfig
+from .support.row import UnsupportedConfiguration
+from .support.scopes import MODEL
+
+_OTHERS = ("attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
+"""Fields that change no module, and of which the driver may lack what they name, or verl sets them itself."""
+
+
+def build(path: str, config: Mapping[str, Any]) -> nn.Module:
+    """A causal language model of transformers' class: modules and shapes, no weights.
+
+    Args:
+        path: of the model, for messages. config: its configuration, as the trainer has it.
+
+    Raises:
+        UnsupportedConfiguration: its class does not build it.
+    """
+    try:
+        built = AutoConfig.for_model(config["model_type"], attn_implementation="eager")
+        # As verl does with overrides, so that they are not validated together.
+        for name in config.keys() - set(_OTHERS):
+            setattr(built, name, config[name])
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(built)
+    except Exception as error:  # whatever a class raises about its configuration
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UnsupportedConfiguration(
+            f"the model {path} cannot be built from its configuration ({reason}), so every worker would stop. Set "
+            f"{MODEL}.path or {MODEL}.override_config to a configuration that can."
+        ) from None
+
+
+def check_built(options: JetConfig, path: str, config: Mapping[str, Any], role: str = "actor") -> None:
+    """Ask a model what its worker asks: linear layers, and of the actor its class in vLLM, shared operations and QuRL's
+    factor.
+
+    Args:
+        path, config: as of :func:`build`. role: ``actor``, ``ref`` or ``critic``.
+
+    Raises:
+        Unsupported: a layer that a worker would refuse.
+        UnsupportedConfiguration: as :func:`build`.
+    """
+    model, actor = build(path, config), role == "actor"
+    trained = [type(model).__name__]
+    if actor and (names := config.get("architectures") or trained) != trained:
+        reason = f"vLLM builds the architecture {', '.join(names)} of its config.json, and the trainer {trained[0]}"
+        raise UnsupportedLayer(reason, "model_type")
+    if getattr(options, "train" if actor else role) != UNQUANTIZED:
+        list(linears_of(model))
+    if actor and options.operations == "shared":
+        check_operations_of(model)
+    if actor and options.invariant_scaling != 1:
+        check_scaling((name for name, _ in model.named_parameters()), family(model.config))

@@ -74,12 +74,3 @@ def test_the_error_is_the_workers_own_where_ray_has_it(cpu_platform, tmp_path, m
     if thread is not None:
         thread.join()
     assert not home(WATCH).CALLS
-
-
-def test_the_trainers_rank_notes_the_call_of_its_workers(cpu_platform):
-    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
-
-    adapter = object.__new__(ServerAdapter)
-    adapter.zmq_handle, adapter._has_server = "ipc://somewhere", False
-    assert asyncio.run(adapter._execute_method("update_weights_from_ipc", non_block=True)) is None
-    assert not home(WATCH).CALLS

@@ -70,10 +70,6 @@ JSON_DAMAGES = {
 }
 
 
-def damages_of(file: str) -> dict[str, Callable[[Path, bytes], object]]:
-    return DAMAGES | (JSON_DAMAGES if file.endswith(".json") else {})
-
-
 def texts(*values: str) -> dict[str, Value]:
     return {repr(value): functools.partial(lambda made, folder, value: value, value=value) for value in values}
 
@@ -88,28 +84,18 @@ def inside(source: str, *files: str, harmless: tuple[str, ...] = ()) -> dict[str
         content = (given / file).read_bytes()
         (given / file).unlink()
         damage(given / file, content)
-        return given
+        return given / file if source == "files" else given
 
     return {
         f"{file} {name}": functools.partial(damaged, file=file, damage=damage)
         for file in files
-        for name, damage in damages_of(file).items()
+        for name, damage in (DAMAGES | (JSON_DAMAGES if file.endswith(".json") else {})).items()
         if name not in harmless
     }
 
 
-def damaged_file(source: str, harmless: tuple[str, ...] = ()) -> dict[str, Value]:
-    """The file ``source``, damaged."""
-
-    def damaged(made: Path, folder: Path, damage: Callable) -> Path:
-        damage(folder / source, (made / source).read_bytes())
-        return folder / source
-
-    return {
-        f"{source} {name}": functools.partial(damaged, damage=damage)
-        for name, damage in damages_of(source).items()
-        if name not in harmless
-    }
+def damaged_file(file: str, harmless: tuple[str, ...] = ()) -> dict[str, Value]:
+    return inside("files", file, harmless=harmless)
 
 
 def a_file(made: Path, folder: Path) -> Path:
@@ -280,12 +266,13 @@ def made(tmp_path_factory) -> Path:
     entry = root / "cache" / f"demo-{cache.Recipe().key}"
     entry.mkdir(parents=True)
     (entry / "facts.json").write_text("{}")
-    (root / "recipe.sh").write_text('$PYTHON -m verl.trainer.main_ppo "actor_rollout_ref.model.path=qwen3-8b"\n')
-    sequence = Difference([1], [2], [1], [-0.5], [-0.6], 0, 1, 1)
-    sequence.save(root / "sequence.json")
-    (root / "prompts.txt").write_text("1+1\n")
-    (root / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"]}), root / "prompts.parquet")
+    files = root / "files"
+    files.mkdir()
+    (files / "recipe.sh").write_text('$PYTHON -m verl.trainer.main_ppo "actor_rollout_ref.model.path=qwen3-8b"\n')
+    Difference([1], [2], [1], [-0.5], [-0.6], 0, 1, 1).save(files / "sequence.json")
+    (files / "prompts.txt").write_text("1+1\n")
+    (files / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"]}), files / "prompts.parquet")
     (source,) = importlib.util.find_spec("verl").submodule_search_locations
     for path in {"verl/__init__.py", *(patch.path for patch in all_patches() if patch.project == "verl")}:
         (root / "checkout" / path).parent.mkdir(parents=True, exist_ok=True)

@@ -386,9 +386,7 @@ def test_a_quantized_checkpoint_is_never_cast(exported, format, tmp_path):
     [
         (lambda f: (f / "model_world_size_2_rank_1.pt").unlink(), "FileNotFoundError.*rank_1.pt"),
         (lambda f: (f / "model_world_size_2_rank_0.pt").unlink(), "FileNotFoundError: model_world_size_2_rank_0.pt"),
-        (lambda f: (f / "model_world_size_2_rank_1.pt").write_bytes(b"half"), "cannot read"),
         (lambda f: [file.unlink() for file in f.glob("*.pt")], "holds no trainer state"),
-        (lambda f: (f / "fsdp_config.json").write_text("{}"), "KeyError"),
     ],
 )
 def test_a_damaged_sharded_checkpoint_gives_one_sentence(run_folder, damage, sentence, tmp_path):

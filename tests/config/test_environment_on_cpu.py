@@ -268,26 +268,6 @@ def test_a_missing_model_folder_is_refused(tmp_path):
     assert "does not exist. Set actor_rollout_ref.model.p" in refusal(check, "~/no/such/model", OPTIONS, 1)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", '"qwen3"', '{"model_type": "qwen3", "hidden_size": "wide"}'])
-def test_a_damaged_model_config_is_refused(model_folder, text):
-    folder = model_folder()
-    config = folder / "config.json"
-    if text is None:
-        config.unlink()
-    else:
-        config.write_text(text)
-    assert "is not a readable model config" in refusal(check, folder, OPTIONS, 1)
-
-
-def test_a_damaged_weight_file_is_refused(model_folder):
-    folder = model_folder()
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    assert "model.safetensors is not a readable weight file" in refusal(check, folder, OPTIONS, 1)
-    weights.write_bytes(b"not safetensors")
-    assert "model.safetensors is not a readable weight file" in refusal(check, folder, OPTIONS, 1)
-
-
 def test_a_weight_index_with_a_missing_file_is_refused(model_folder):
     folder = model_folder()
     index = folder / "model.safetensors.index.json"

@@ -156,18 +156,6 @@ def test_a_job_that_does_not_fit_names_the_setting_to_change():
     assert "A sequence of 8704 tokens does not fit the KV cache of bf16, bf16_shared. Set a higher gpu_mem" in output
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (("--model", "/nowhere"), "the model /nowhere is not known here"),
-        (("--model", "qwen3-8b", "--tp", "3"), "8 GPUs hold no replicas of TP 3"),
-    ],
-)
-def test_an_invalid_job_is_one_sentence(words, sentence):
-    status, output = jetrl_memory(*words)
-    assert status == 1 and output.startswith(f"error: {sentence}") and len(output.strip().splitlines()) == 1
-
-
 INEXACT_ROWS = {name: row for name, row in TABLE.items() if row.scope in (SHARED, EXACT)}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from jetrl_verl.models.families import family
-from jetrl_verl.models.families.base import Family, UnsupportedLayer, UnsupportedOperation, place, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, UnsupportedOperation, place
 
 
 def linears_of(model: nn.Module) -> Iterator[tuple[str, str, nn.Linear]]:
@@ -32,7 +32,7 @@ def check_operations_of(model: nn.Module) -> None:
 
     Raises:
         UnsupportedOperation: it lacks a module of its family; it has one with parameters, or directly in a layer, that
-            the family does not name; its lm_head has a bias; its layers choose experts differently.
+            the family does not name; its lm_head has a bias.
     """
     decoder = family(model.config)
     named = {decoder.final_norm, decoder.rotary_embedding, decoder.embedding, decoder.head}
@@ -45,16 +45,6 @@ def check_operations_of(model: nn.Module) -> None:
             raise UnsupportedOperation(f"it is a {type(model).__name__} {word} {min(wrong)}", "another_decoder")
     if model.get_submodule(decoder.head).bias is not None:
         raise UnsupportedOperation("its lm_head has a bias, and vLLM's has none", "another_decoder")
-    if len(routings := _routings(model, decoder)) > 1:
-        raise UnsupportedOperation(f"its layers choose experts differently: {routings}", "another_decoder")
-
-
-def _routings(model: nn.Module, decoder: Family) -> set[tuple[int, bool]]:
-    """(Experts a token, whether their weights are renormalized) of the layers of a mixture; empty for a dense model."""
-    if (mixture := decoder.experts) is None:
-        return set()
-    routers = [layer.get_submodule(mixture.router) for layer, _ in decoder.named_layers(model)]
-    return {(read(router, "top_k"), bool(read(router, "norm_topk_prob"))) for router in routers}
 
 
 def check_scaling(weights: Iterable[str], decoder: Family) -> None:
@@ -66,13 +56,9 @@ def check_scaling(weights: Iterable[str], decoder: Family) -> None:
     Raises:
         UnsupportedLayer: a layer lacks one.
     """
-    layers: dict[str, set[str]] = {}
-    for name in weights:
-        at = place(name)
-        if at is not None and at.leaf == "weight":
-            layers.setdefault(at.layer, set()).add(at.module)
-    for layer, modules in layers.items():
-        for norm, pieces in decoder.fed_by_norms:
-            for module in (norm, *pieces):
-                if module not in modules:
-                    raise UnsupportedLayer(f"{layer} has no {module}", "layer_without_scaling")
+    names = set(weights)
+    modules = [module for norm, pieces in decoder.fed_by_norms for module in (norm, *pieces)]
+    for layer in sorted({at.layer for at in map(place, names) if at is not None}):
+        for module in modules:
+            if f"{layer}.{module}.weight" not in names:
+                raise UnsupportedLayer(f"{layer} has no {module}", "layer_without_scaling")

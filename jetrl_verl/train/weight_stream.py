@@ -25,7 +25,7 @@ def stated_routing(model: nn.Module) -> Routing | None:
     """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None for a dense model.
 
     Raises:
-        ValueError: its layers choose differently, which ``models.modules`` refuses earlier.
+        ValueError: its layers choose differently, as those of no class of transformers.
     """
     mixture = family(model.config).experts
     if mixture is None:

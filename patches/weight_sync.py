@@ -17,8 +17,8 @@ from jetrl_verl.patches.patch import Patch
 REACHES = ("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender.async_send_weights",)
 """``async_send_weights`` uses the socket whose waits are bounded here; scripts/reach.py watches it."""
 
-TIMEOUT_SECONDS = 45.0
-"""Longest wait for a worker that is alive. A bucket is copied in milliseconds to seconds."""
+TIMEOUT_SECONDS = 300.0
+"""Longest wait for a worker that neither fails nor goes away: long, since stock verl under ``bf16`` has no limit."""
 
 CALLS: dict[str, Any] = {}
 """Address of a sync's socket -> Ray's reference to the call of its workers, on the rank that made the call."""

@@ -32,7 +32,7 @@ def sentence_of(error: BaseException | None) -> str:
 
     Ray wraps an exception once for each actor that it passes through.
     """
-    while error is not None:
+    while isinstance(error, BaseException):  # `cause` of another library's may be anything
         kind = type(error)
         if kind.__module__.partition(".")[0] == "jetrl_verl" or kind.__name__ in _IN_A_CHECKOUT:
             return str(error)

@@ -186,10 +186,12 @@ class Tripwire:
                 self.stop(trainer, difference)
             elif not _WARNED:
                 _WARNED.append(str(difference))
+                remedy = "Set precision=jet_fp8_exact to stop at the first, with a jetrl diff command that explains it."
+                if not self.job.bit_equal:  # which jet_fp8_exact would refuse
+                    remedy = "The first lines of the run say why, and what to set."
                 print(
                     f"jetrl_verl: warning: in step {trainer.global_steps}, {difference}, so the run is not exact; "
-                    f"{_COUNTED}_differing_tokens counts them in every step. Set precision=jet_fp8_exact to stop at "
-                    "the first, with the jetrl diff command that names its operation.",
+                    f"{_COUNTED}_differing_tokens counts them in every step. {remedy}",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -19,6 +19,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from jetrl_verl.config.model import trained_models
+from jetrl_verl.config.support.scopes import ACTOR, MODEL
 from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE, DamagedCheckpointError, check_tracker, steps_in
 
@@ -145,11 +147,8 @@ def check_resume(config: DictConfig) -> None:
         return
     get = partial(OmegaConf.select, config)
     ranks = int(get("trainer.n_gpus_per_node") or 1) * int(get("trainer.nnodes") or 1)
-    nodes = {"actor": "actor_rollout_ref.actor"}
-    # As verl's need_critic.
-    if get("algorithm.adv_estimator") == "gae" if get("critic.enable") is None else get("critic.enable"):
-        nodes["critic"] = "critic"
-    for role, node in nodes.items():
+    for model in trained_models(get):
+        role, node = ("actor", ACTOR) if model == MODEL else ("critic", "critic")
         check_ranks(step / role, ranks)
         # Rank 0 writes this file, so its shards are on this machine, too.
         if (step / role / "fsdp_config.json").is_file():

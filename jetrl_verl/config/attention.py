@@ -54,7 +54,7 @@ def chosen_attentions(get: Get) -> dict[str, str]:
 
 def check_attention_package(precision: str, get: Get) -> None:
     """Refuse an attention of flash-attn where it is not installed, or on a CPU."""
-    # Without flash-attn transformers takes the kernels of its hub, if that package is there.
+    # Without flash-attn transformers runs kernels of its hub, if that package is installed.
     if not (why := no_flash_attention("kernels")):
         return
     for node in trained_models(get):
@@ -67,7 +67,7 @@ def check_attention_package(precision: str, get: Get) -> None:
 
 
 def _without_flash_attention(get: Get, node: str) -> str:
-    """Ours, or torch's where ours does not cover the model; empty where torch's does not cover the job."""
+    """``jetrl_varlen``, or ``sdpa`` for a model that it does not cover; empty where sdpa does not cover the job."""
     grouped = node == MODEL and get(f"{ACTOR}.use_prefix_grouper")
     if not grouped and _covers(get, node):
         return JETRL_ATTENTION

@@ -12,6 +12,8 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
+from jetrl_verl.inputs import reading
+
 from .attention import check_attention_package
 from .job import Job
 from .model import check_models
@@ -81,7 +83,6 @@ def check_data(key: str, files: Any) -> None:
     """Check that each local ``.parquet`` file of ``data.train_files`` or ``data.val_files`` opens and yields a row."""
     if files is None:
         return
-    import pyarrow
     import pyarrow.parquet
 
     for name in files if isinstance(files, list | tuple) else [files]:
@@ -90,16 +91,13 @@ def check_data(key: str, files: Any) -> None:
         for path in _data_files(key, name):
             if path.suffix != ".parquet":
                 continue
-            try:
-                with pyarrow.parquet.ParquetFile(path) as file:
-                    # The footer may be whole where the data is not.
-                    for _ in file.iter_batches(batch_size=1):
-                        break
-            except (pyarrow.ArrowException, OSError) as error:
-                raise UnsupportedConfiguration(
-                    f"the data file {path} ({key}) is not a readable parquet file ({type(error).__name__}). Write "
-                    "it again."
-                ) from None
+            with (
+                reading(f"the data file {path} ({key})", "parquet file", "Write it again", UnsupportedConfiguration),
+                pyarrow.parquet.ParquetFile(path) as file,
+            ):
+                # The footer may be whole where the data is not.
+                for _ in file.iter_batches(batch_size=1):
+                    break
 
 
 def _data_files(key: str, name: Any) -> list[Path]:

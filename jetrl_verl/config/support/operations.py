@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the composed configuration that the shared operations cannot do, those that only equality in every bit
-excludes, the two classes of docs/architecture.md, "Zero mismatch", and those that a run is told of.
+excludes, the two classes of docs/architecture.md, "Zero mismatch", and those that the start of a run names.
 """
 
 from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED

@@ -205,9 +205,14 @@ class Trainer:
     def __init__(self, config: Qwen3Config) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
+        from jetrl_verl.train.shared_operations import share_operations
+        from jetrl_verl.train.weight_stream import stated_constants
+
         torch.manual_seed(0)
         with torch.device(DEVICE):
             model = Qwen3ForCausalLM(config).float()
+        share_operations(model)
+        self._constants = stated_constants(model)
         mesh = init_device_mesh(DEVICE.type, (1,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -228,7 +233,8 @@ class Trainer:
                 for name, value in weights.items()
             )
         weights = self._gather.stream(self.model.state_dict(keep_vars=True), DEVICE, sizes)
-        return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes, tied=self._gather.tied)
+        facts = dict(constants=self._constants, tied=self._gather.tied)
+        return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes, **facts)
 
 
 def rollout_worker(folder: str, options: JetConfig | None) -> Any:

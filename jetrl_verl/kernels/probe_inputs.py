@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixed inputs of the probes that operations declare (``operator``) and the contract check runs on both sides.
 
-Cached on each device, 1 MB: copies from the host wait for the device, and no operation writes into its inputs.
+Cached on each device, 1 MB: copies from the host wait for the device, and no operation writes into its inputs. The
+probes compare code; a model's own eps and rotary table are among its constants (sync/constants.py).
 """
 
 from functools import cache

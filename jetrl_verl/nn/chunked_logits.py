@@ -9,8 +9,6 @@ products of backward are over the whole micro-batch, so bits are those of unchun
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -44,15 +42,20 @@ def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
         used: entries with a token, ``len(tokenizer)``.
     """
     head = model.get_output_embeddings()
-    if hasattr(head, "used_vocabulary"):  # the shared operation, which may not materialize logits
-        head.used_vocabulary = used
-    else:
-        head.register_forward_hook(partial(_mask_output, used=used))
+    if not hasattr(head, "used_vocabulary"):  # the shared operation has it, and may not materialize logits
+        head.register_forward_hook(_mask_logits)
+    head.used_vocabulary = used
 
 
-def _mask_output(module: torch.nn.Module, inputs: Any, logits: torch.Tensor, *, used: int) -> torch.Tensor:
+def _mask_logits(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
     """Forward hook of a stock output embedding."""
-    return mask_unused(logits, used)
+    return mask_unused(logits, module.used_vocabulary)
+
+
+def used_vocabulary(model: torch.nn.Module) -> int:
+    """First entries of the vocabulary that a decoder's output embedding does not mask."""
+    head = model.get_output_embeddings()
+    return getattr(head, "used_vocabulary", None) or head.weight.shape[0]
 
 
 def per_token(

@@ -9,7 +9,7 @@ Once a verified sync has shown that map and loaders agree on every place, :class
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Experts, Routing, place
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import expert_parameters
+from jetrl_verl.sync.constants import constants_of
 from jetrl_verl.sync.contract import LiveTensor
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.stacks import parts_of
@@ -139,6 +140,27 @@ def live_routing(model: torch.nn.Module) -> Routing | None:
     if len(routings) > 1:
         refuse("layer_replaced_in_vllm", what="a mixture of experts whose layers choose differently")
     return routings.pop() if routings else None
+
+
+def live_constants(
+    model: torch.nn.Module, shared: bool, vocabulary: int | None = None, masked: Sequence[int] = ()
+) -> dict[str, Any]:
+    """The constants (:func:`~jetrl_verl.sync.constants.constants_of`) of vLLM's model of this worker.
+
+    Args:
+        shared: whether it runs the shared operations. vocabulary, masked: of verl's mask of logits; None without one.
+    """
+    decoder = family(model.config)
+    layer, names = next(iter(decoder.named_layers(model)))
+    entries = model.get_submodule(decoder.embedding).org_vocab_size
+    return constants_of(
+        model,
+        decoder,
+        scale=lambda layer, names: layer.get_submodule(names.core).impl.scale,
+        rotary=layer.get_submodule(names.rotary).cos_sin_cache if shared else model.config.rope_parameters,
+        vocabulary=entries if vocabulary is None else min(vocabulary, entries),
+        masked=masked,
+    )
 
 
 class LiveMap:

@@ -10,6 +10,7 @@ verl's sender waits for every acknowledgement. After loading, it compares live p
 import logging
 import time
 import traceback
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from jetrl_verl.patches.worker_errors import WorkerError, told_to_the_server
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import LiveMap, Placement, live_routing
+from jetrl_verl.rollout.live import LiveMap, Placement, live_constants, live_routing
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, reduce_ranks, stock_all_reduce_matches
@@ -69,6 +70,12 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
     """Worker extension of every precision but ``bf16``."""
 
     _jetrl_live: LiveMap | None = None
+    _jetrl_vocabulary: tuple[int | None, Sequence[int]] = (None, ())
+
+    def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None):
+        """verl's mask of logits, which the trainer has to have, too."""
+        super().monkey_patch_model(vocab_size, banned_token_ids)
+        self._jetrl_vocabulary = vocab_size, banned_token_ids or ()
 
     @told_to_the_server()
     def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
@@ -85,6 +92,8 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             if self._jetrl_live is None:
                 self._jetrl_live = LiveMap(self.model_runner.model)
                 self._jetrl_placement, self._jetrl_receiver = Placement(self._jetrl_live), ContractReceiver()
+                shared = config.operations == "shared"
+                self._jetrl_constants = live_constants(self.model_runner.model, shared, *self._jetrl_vocabulary)
             self._jetrl_placement.start()
             self._jetrl_receiver.start()
         super().update_weights_from_ipc(peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
@@ -147,6 +156,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
             operations=operations | reduction,
             routing=routing,
+            constants=self._jetrl_constants,
         )
 
     def _update_weights(self, weights: list[tuple[str, torch.Tensor]], peft_config: dict, base_sync_done: bool):

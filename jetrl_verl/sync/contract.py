@@ -104,12 +104,13 @@ class ContractReceiver:
         probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
         routing: Routing | None = None,
+        constants: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, int]:
         """Compare the statement with this worker.
 
         Args:
             live: trainer's name -> this worker's part, quantized and plain.
-            scale_rule, probe, operations, routing: as in :class:`Manifest`, of this worker.
+            scale_rule, probe, operations, routing, constants: as in :class:`Manifest`, of this worker.
 
         Returns:
             Counts under ``"quantized"`` and ``"plain"``, and under ``"digest"`` the sum of all live sums modulo 2^64.
@@ -117,7 +118,7 @@ class ContractReceiver:
         Raises:
             ContractViolation: at the first difference.
         """
-        manifest = self._check_statement(scale_rule, routing)
+        manifest = self._check_statement(scale_rule, routing, constants)
         if self._comparison is None or not self._comparison.fits(manifest, live):
             self._comparison = None
             _check_coverage(manifest, live)
@@ -126,8 +127,8 @@ class ContractReceiver:
         _check_code(manifest, probe, operations, self._sums.device)
         return self._comparison.counts | {"digest": digest % 2**64}
 
-    def _check_statement(self, scale_rule: str, routing: Routing | None) -> Manifest:
-        """The trainer's manifest; its scale rule and choice of experts must equal this side's."""
+    def _check_statement(self, scale_rule: str, routing: Routing | None, constants: Mapping[str, Any]) -> Manifest:
+        """The trainer's manifest; its scale rule, choice of experts and constants must equal this side's."""
         manifest = self._manifest
         if manifest is None:
             raise ContractViolation(
@@ -151,6 +152,14 @@ class ContractReceiver:
                 f"contract check: the trainer has {sides[0]}, the rollout {sides[1]}. Start both from the same "
                 "config.json, without overrides of its fields about experts."
             )
+        for name in sorted(manifest.constants.keys() | constants.keys()):
+            sides = manifest.constants.get(name), constants.get(name)
+            if sides[0] != sides[1]:
+                raise ContractViolation(
+                    f"contract check: {name} is {sides[0]} in the trainer and {sides[1]} in the rollout: they compute "
+                    "different models. Start both from the same config.json and tokenizer, with overrides in "
+                    "actor_rollout_ref.model.override_config alone, which both sides get."
+                )
         return manifest
 
 

@@ -51,6 +51,7 @@ class Manifest:
         scale_rule: rule of the scales. probe: the trainer's ``stated_probe`` (operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty if none is shared.
         routing: fields of :class:`~jetrl_verl.models.families.base.Routing` of a mixture of experts, else None.
+        constants: what decides the forward besides weights (:func:`~jetrl_verl.sync.constants.constants_of`).
         tied: second name -> first name of tensors that are sent once.
         weights: in the order of their sums.
     """
@@ -59,6 +60,7 @@ class Manifest:
     probe: int | None
     operations: dict[str, int] = field(default_factory=dict)
     routing: dict[str, Any] | None = None
+    constants: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     weights: list[Summed] = field(default_factory=list)
 
@@ -94,7 +96,7 @@ class Statement:
     """Sums the weights of one sync with few launches: qdata and matrices at once, scales and vectors at the end.
 
     Args:
-        scale_rule, probe, operations, tied: as in :class:`Manifest`. routing: of a mixture of experts.
+        scale_rule, probe, operations, constants, tied: as in :class:`Manifest`. routing: of a mixture of experts.
         ranks: tensor-parallel size of the rollout.
     """
 
@@ -105,11 +107,12 @@ class Statement:
         probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
         routing: Routing | None = None,
+        constants: Mapping[str, Any] = MappingProxyType({}),
         ranks: int = 1,
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         fields = None if routing is None else asdict(routing)
-        self._manifest = Manifest(scale_rule, probe, dict(operations), fields, tied=dict(tied))
+        self._manifest = Manifest(scale_rule, probe, dict(operations), fields, dict(constants), dict(tied))
         self._ranks = ranks
         self._sums: list[torch.Tensor] = []
         self._scales: dict[Format, dict[int, torch.Tensor]] = {}

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,8 @@ from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Routing, leaf
 from jetrl_verl.models.plan import LinearPlan
+from jetrl_verl.nn.chunked_logits import used_vocabulary
+from jetrl_verl.sync.constants import constants_of
 from jetrl_verl.sync.finite import FiniteCheck
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
 from jetrl_verl.sync.quantize import Weight, quantize_stream
@@ -39,6 +42,19 @@ def stated_routing(model: nn.Module) -> Routing | None:
     return routing
 
 
+def stated_constants(model: nn.Module) -> dict[str, Any]:
+    """The trainer's constants (:func:`~jetrl_verl.sync.constants.constants_of`), before FSDP wraps its modules."""
+    decoder = family(model.config)
+    table = getattr(model.get_submodule(decoder.rotary_embedding), "shared_table", None)
+    return constants_of(
+        model,
+        decoder,
+        scale=lambda layer, names: layer.get_submodule(names.attention).scaling,
+        rotary=model.config.rope_parameters if table is None else table,
+        vocabulary=used_vocabulary(model),
+    )
+
+
 def weight_stream(
     weights: Iterable[tuple[Name, torch.Tensor]],
     options: JetConfig,
@@ -50,6 +66,7 @@ def weight_stream(
     ranks: int = 1,
     bucket_bytes: int = 2**31,
     routing: Routing | None = None,
+    constants: Mapping[str, Any] = MappingProxyType({}),
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
@@ -60,7 +77,8 @@ def weight_stream(
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.quantize.quantize_stream`.
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
-        routing: from :func:`stated_routing`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
+        routing, constants: from :func:`stated_routing`, :func:`stated_constants`.
+        tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
 
     Raises:
         NonFiniteWeightError: after the last weight, if one is NaN or Inf.
@@ -74,7 +92,13 @@ def weight_stream(
             operations |= stated_reduction(device, ranks)
         probe = stated_probe(device, options.rollout, options.scale_rule)
         statement = Statement(
-            scale_rule=options.scale_rule, probe=probe, operations=operations, routing=routing, ranks=ranks, tied=tied
+            scale_rule=options.scale_rule,
+            probe=probe,
+            operations=operations,
+            routing=routing,
+            constants=constants,
+            ranks=ranks,
+            tied=tied,
         )
     quantized = quantize_stream(weights, plans, options.scale_rule, kept_scales)
     return packed(sync_parts(quantized, statement, metrics), statistics, bucket_bytes)

@@ -50,6 +50,7 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
         *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
         "~actor_rollout_ref.model.override_config.attn_implementation",  # so that the driver chooses
+        "++actor_rollout_ref.model.override_config.rms_norm_eps=0.05",  # which vLLM gets as well
         baseline=True,
     )
     check(run, LINEARS)

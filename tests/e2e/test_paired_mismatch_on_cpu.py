@@ -31,7 +31,6 @@ def load_policy(folder: Path):
 def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     """Prompts, responses and the FP8 rollout's log-probability of each response token."""
     import vllm_engine
-    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
     from vllm import SamplingParams
 
     from jetrl_verl import formats
@@ -41,16 +40,17 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     from jetrl_verl.sync.statement import Statement
     from jetrl_verl.tools.demo import task
     from jetrl_verl.tools.demo.warmup import prompt_ids
-    from jetrl_verl.train.weight_stream import sync_parts
+    from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
     model, tokenizer = load_policy(folder)
     problems = random.Random(3).sample(task.make_splits(task.TaskConfig())["train"], PROMPTS)
     prompts = [prompt_ids(problem, tokenizer) for problem in problems]
     options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE)
     llm, worker = vllm_engine.start(folder, options, load_format="dummy", max_model_len=96, max_num_seqs=64)
-    monkey_patch_compute_logits(worker.model_runner.model, len(tokenizer))
+    worker.monkey_patch_model(len(tokenizer))
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    statement = Statement(scale_rule=RULE, probe=formats.get("fp8").probe(CPU, RULE))
+    probe = formats.get("fp8").probe(CPU, RULE)
+    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model))
     vllm_engine.sync(worker, sync_parts(weights, statement))
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)

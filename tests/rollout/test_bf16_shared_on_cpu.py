@@ -17,7 +17,7 @@ from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 FAMILY = "qwen2"
 """Its linears have biases."""
@@ -43,8 +43,10 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
     model = build_policy(FAMILY, seed)
     plans = plan_linears(model.config, format_name=linears)
     stated = stated_operations(CPU, operations)
-    statement = Statement(scale_rule="fp32", probe=stated_probe(CPU, linears, "fp32"), operations=stated)
-    parts = sync_parts(quantize_stream(model.state_dict().items(), plans, "fp32"), statement)
+    weights = quantize_stream(model.state_dict().items(), plans, "fp32")
+    share_operations(model)
+    facts = dict(operations=stated, constants=stated_constants(model))
+    parts = sync_parts(weights, Statement(scale_rule="fp32", probe=stated_probe(CPU, linears, "fp32"), **facts))
     return [part._replace(tensor=edit(part.name, part.tensor.clone())) if edit else part for part in parts]
 
 
@@ -114,6 +116,8 @@ def test_qdata_cannot_be_loaded_by_an_engine_without_a_format(engine):
 def test_a_probe_on_one_side_alone_is_refused(engine):
     model = build_policy(FAMILY, 4)
     weights = quantize_stream(model.state_dict().items(), {}, "fp32")
-    statement = Statement(scale_rule="fp32", probe=1, operations=stated_operations(CPU, "shared"))
+    share_operations(model)
+    facts = dict(operations=stated_operations(CPU, "shared"), constants=stated_constants(model))
+    statement = Statement(scale_rule="fp32", probe=1, **facts)
     with pytest.raises(ContractViolation, match="gives 0x1 in the trainer, none in the rollout"):
         sync(engine[1], sync_parts(weights, statement))

@@ -16,13 +16,14 @@ from vllm_engine import sync
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout import qk_norm
 from jetrl_verl.sync.operations_probe import stated_operations
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import stated_routing, sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, stated_routing, sync_parts
 
 RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
@@ -60,8 +61,6 @@ def build_policy(family: str, seed: int):
 def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> torch.nn.Module:
     """A policy as FSDP shows it to a forward: BF16 weights, FP8 linears, shared operations, for a rollout of ``tp``
     ranks."""
-    from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
-
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=RULE)
@@ -81,7 +80,10 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     routing = stated_routing(model)
     stated = stated_operations(device, operations, kv_cache, mixture=None if routing is None else "fp8")
     probe = formats.get("fp8").probe(device, RULE)
-    return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, operations=stated, routing=routing))
+    share_operations(model)
+    mask_unused_vocabulary(model, TOKENS)
+    facts = dict(operations=stated, routing=routing, constants=stated_constants(model))
+    return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts))
 
 
 @dataclass
@@ -137,7 +139,6 @@ class Rollout:
 def rollout(request, tmp_path_factory, cpu_platform):
     with vllm_engine.cpu_settings(), pytest.MonkeyPatch.context() as patch:
         import vllm.envs
-        from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
         from vllm.distributed import cleanup_dist_env_and_memory
 
         folder = tmp_path_factory.mktemp(request.param)
@@ -151,7 +152,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
             settings = {"mode": "DYNAMO_TRACE_ONCE", "backend": backend, "splitting_ops": list(VLLMS_SPLITTING)}
             compiled = dict(enforce_eager=False, compilation_config=settings)
         llm, worker = vllm_engine.start(folder, options, load_format="dummy", **vllm_engine.CROWDED, **compiled)
-        monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
+        worker.monkey_patch_model(TOKENS)
         engine = Rollout(request.param, llm, worker)
         engine.watch()
         yield engine

@@ -20,7 +20,6 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
     os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"
     import test_exact_rollout_on_cpu as checks
     import vllm_engine
-    from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
 
     from jetrl_verl.config.options import JetConfig
 
@@ -36,7 +35,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         kv_cache_memory_bytes=2**28,  # fixed: other jobs may use the GPU
         **vllm_engine.CROWDED,
     )
-    monkey_patch_compute_logits(worker.model_runner.model, checks.TOKENS)
+    worker.monkey_patch_model(checks.TOKENS)
     rollout = checks.Rollout(family, llm, worker)
     rollout.watch()
     torch.set_default_device("cuda")

@@ -40,11 +40,10 @@ def start(folder, options: JetConfig, **changes):
 @pytest.fixture(scope="module", params=[SHARED], ids=["shared"])
 def rollout(request, tmp_path_factory, cpu_platform):
     with vllm_engine.cpu_settings():
-        from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
         from vllm.distributed import cleanup_dist_env_and_memory
 
         llm, worker = start(tmp_path_factory.mktemp("fp8_cache"), request.param)
-        monkey_patch_compute_logits(worker.model_runner.model, TOKENS)
+        worker.monkey_patch_model(TOKENS)
         engine = Rollout(FAMILY, llm, worker)
         engine.watch()
         yield engine

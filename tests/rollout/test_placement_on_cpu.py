@@ -15,7 +15,7 @@ from jetrl_verl.rollout import live as live_module
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.stacks import Stack
 from jetrl_verl.sync.statement import ContractViolation, Statement
-from jetrl_verl.train.weight_stream import sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
 
@@ -47,7 +47,8 @@ def stream(seed: int):
 
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
     tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    return sync_parts(quantize_stream(weights(), plans, RULE), Statement(scale_rule=RULE, probe=probe, tied=tied))
+    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model), tied=tied)
+    return sync_parts(quantize_stream(weights(), plans, RULE), statement)
 
 
 def parameters(worker) -> dict[str, torch.Tensor]:

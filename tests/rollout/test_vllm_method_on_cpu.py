@@ -3,7 +3,9 @@
 """A real vLLM engine on the CPU with verl's real sender: loading, equality with the trainer, the contract check. One
 engine with Qwen2, which has biases on q, k and v, runs the whole module."""
 
+import re
 from dataclasses import replace
+from operator import attrgetter
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from vllm_engine import sync
 from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.rollout.live import live_tensors
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Manifest, Statement
 from jetrl_verl.sync.wire import Kind, SyncStatistics, packed
-from jetrl_verl.train.weight_stream import sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
 
@@ -51,7 +54,8 @@ def quantized(model, rule: str = RULE, plans=None):
 
 def stream(model, *, edit=None, rule: str = RULE, plans=None):
     """The parts of the trainer's sync; ``edit`` changes the finished list."""
-    parts = list(sync_parts(quantized(model, rule, plans), Statement(**facts(rule))))
+    statement = Statement(**facts(rule), constants=stated_constants(model))
+    parts = list(sync_parts(quantized(model, rule, plans), statement))
     return edit(parts) if edit else parts
 
 
@@ -154,8 +158,9 @@ def widen_q(parts):
 def forget_bias(parts):
     """A bias that is not sent keeps vLLM's initial values."""
     name = "model.layers.1.self_attn.q_proj.bias"
-    others = [item for item in quantized(build_trainer(4)) if item[0] != name]
-    return list(sync_parts(others, Statement(**facts())))
+    model = build_trainer(4)
+    others = [item for item in quantized(model) if item[0] != name]
+    return list(sync_parts(others, Statement(**facts(), constants=stated_constants(model))))
 
 
 @pytest.mark.parametrize(
@@ -184,6 +189,57 @@ def test_each_kind_of_difference_is_refused(engine, edit, message):
     _, worker = engine
     with pytest.raises(ContractViolation, match=message):
         sync(worker, stream(build_trainer(4), edit=edit))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.05),
+            "eps of model.layers.1.input_layernorm is 0.05 in the trainer and 1e-06 in the rollout",
+        ),
+        (
+            lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5),
+            "the scale of model.layers.0.self_attn is 0.5 in the trainer and 0.0",
+        ),
+        (
+            lambda model: setattr(model.model.layers[0].mlp, "act_fn", torch.nn.Tanh()),
+            "the activation of model.layers.0 is Tanh in the trainer and silu in the rollout",
+        ),
+        (lambda model: model.config.rope_parameters.update(rope_theta=5.0), "'rope_theta': 5.0"),
+        (lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight), "embeddings is True in"),
+        (lambda model: mask_unused_vocabulary(model, 90), "with a token is 90 in the trainer and 96 in the rollout"),
+    ],
+    ids=["eps", "scale", "activation", "rotary", "tie", "vocabulary"],
+)
+def test_what_decides_a_forward_besides_weights_is_the_same(engine, change, message):
+    model = build_trainer(4)
+    change(model)
+    with pytest.raises(ContractViolation, match=f"^contract check: .*{re.escape(message)}.*: they compute different"):
+        sync(engine[1], stream(model))
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "value", "message"),
+    [
+        (
+            "model_runner.model.model.norm",
+            "variance_epsilon",
+            0.05,
+            "eps of model.norm is 1e-06 in the trainer and 0.05",
+        ),
+        ("", "_jetrl_vocabulary", (96, [7]), "masked tokens is [] in the trainer and [7]"),
+    ],
+    ids=["eps", "mask"],
+)
+def test_what_is_changed_in_the_rollout_alone_is_refused(engine, monkeypatch, owner, attribute, value, message):
+    _, worker = engine
+    sync(worker, stream(build_trainer(4)))
+    for name in ("_jetrl_live", "_jetrl_constants"):  # as before the first sync
+        monkeypatch.setattr(worker, name, None)
+    monkeypatch.setattr(attrgetter(owner)(worker) if owner else worker, attribute, value)
+    with pytest.raises(ContractViolation, match=re.escape(message)):
+        sync(worker, stream(build_trainer(4)))
 
 
 def test_a_trainer_with_another_scale_rule_is_refused(engine):

@@ -1,0 +1,52 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""What decides a model's forward besides its weights, as its modules have it: part of a statement (statement.py).
+
+The driver compares configurations; this finds what a module made of them. Read once per engine, at no cost to a sync.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from jetrl_verl.formats.sums import odd_constants, row_sums
+from jetrl_verl.models.families.base import Family
+
+
+def constants_of(
+    model: torch.nn.Module,
+    decoder: Family,
+    *,
+    scale: Callable[[torch.nn.Module, Family], float],
+    rotary: torch.Tensor | Mapping[str, Any],
+    vocabulary: int,
+    masked: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Name of a constant -> its value, as JSON has it, for messages and to compare.
+
+    Args:
+        model: of either side, before FSDP wraps it. decoder: its family.
+        scale: (decoder layer, names of its modules) -> factor of its attention scores.
+        rotary: table ``[P, D]`` of shared operations; the configuration's parameters if each side builds its own.
+        vocabulary: first entries of the vocabulary that may be sampled. masked: those among them that may not.
+    """
+    constants = {f"eps of {decoder.final_norm}": model.get_submodule(decoder.final_norm).variance_epsilon}
+    for i, (layer, names) in enumerate(decoder.named_layers(model)):
+        at = f"{decoder.layers}.{i}"
+        for norm in names.norms:
+            constants[f"eps of {at}.{norm}"] = layer.get_submodule(norm).variance_epsilon
+        constants[f"the scale of {at}.{names.attention}"] = scale(layer, names)
+        if names.experts is None:
+            kind = type(layer.get_submodule(names.activation)).__name__
+            constants[f"the activation of {at}"] = "silu" if "silu" in kind.lower() else kind
+    if isinstance(rotary, torch.Tensor):
+        total = int((row_sums(rotary) * odd_constants(len(rotary), rotary.device)).sum())
+        constants["the rotary table"] = f"{len(rotary)} positions with the sum {total % 2**64:#018x}"
+    else:
+        constants["rope_parameters"] = {name: value for name, value in rotary.items() if value is not None}
+    head, embedding = (model.get_submodule(name).weight for name in (decoder.head, decoder.embedding))
+    constants["tie_word_embeddings"] = head is embedding
+    constants["the vocabulary with a token"] = vocabulary
+    constants["masked tokens"] = list(masked)
+    return constants

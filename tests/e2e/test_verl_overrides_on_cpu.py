@@ -60,6 +60,7 @@ NOT_HERE = (
     "actor_rollout_ref.actor.optim.override_optimizer_config.",
     "actor_rollout_ref.actor.optim.lr_decay_style=",
     "actor_rollout_ref.actor.optim.min_lr=",
+    "actor_rollout_ref.actor.policy_loss.tau_",
     "actor_rollout_ref.actor.profiler.enable=",
     "actor_rollout_ref.ref.profiler.enable=",
     "actor_rollout_ref.rollout.profiler.enable=",

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets of overrides from verl's scripts that ``jet_fp8_exact`` accepts: a step of verl, without a mismatch.
 
-A job runs five sets, half of all harmless. ``JETRL_OVERRIDE_JOBS=6`` runs thirty; the default is one job.
+A job runs five sets, harmless ones and others. ``JETRL_OVERRIDE_JOBS=6`` runs thirty; the default is one job.
 """
 
 import os

@@ -50,7 +50,6 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
         *KL_TO_A_REFERENCE,
         f"{ACTOR}.ppo_mini_batch_size=16",
         "~actor_rollout_ref.model.override_config.attn_implementation",  # so that the driver chooses
-        "++actor_rollout_ref.model.override_config.rms_norm_eps=0.05",  # which vLLM gets as well
         baseline=True,
     )
     check(run, LINEARS)
@@ -151,7 +150,9 @@ def test_qurl_in_fp8_with_a_reference_in_fp8(policy, tmp_path):
 
 @pytest.mark.slow
 def test_an_fp8_kv_cache_keeps_zero_mismatch(policy, tmp_path):
-    run = train(policy, "jet_fp8_exact", tmp_path, STEPS, "jetrl.kv_cache=fp8", f"{ACTOR}.ppo_mini_batch_size=16")
+    eps = "++actor_rollout_ref.model.override_config.rms_norm_eps=0.05"  # which vLLM gets as well
+    words = ("jetrl.kv_cache=fp8", f"{ACTOR}.ppo_mini_batch_size=16", eps)
+    run = train(policy, "jet_fp8_exact", tmp_path, STEPS, *words)
     check(run, LINEARS)
     for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
         assert run.steps(metric) == [0.0] * STEPS, metric

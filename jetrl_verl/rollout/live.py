@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
 from jetrl_verl.models import family
-from jetrl_verl.models.families.base import Experts, Routing, place
+from jetrl_verl.models.families.base import Experts, Family, place
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import expert_parameters
 from jetrl_verl.sync.constants import constants_of
@@ -127,21 +126,6 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
     return live
 
 
-def live_routing(model: torch.nn.Module) -> Routing | None:
-    """How vLLM's mixture chooses experts, read from its layers; None for a dense model.
-
-    Raises:
-        UnsupportedConfiguration: its layers choose differently.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, vllm.RoutedExperts)]
-    routings = {
-        Routing(layer.w2_weight.shape[0], layer.top_k, layer.scoring_func, bool(layer.renormalize)) for layer in layers
-    }
-    if len(routings) > 1:
-        refuse("layer_replaced_in_vllm", what="a mixture of experts whose layers choose differently")
-    return routings.pop() if routings else None
-
-
 def live_constants(
     model: torch.nn.Module, shared: bool, vocabulary: int | None = None, masked: Sequence[int] = ()
 ) -> dict[str, Any]:
@@ -150,6 +134,11 @@ def live_constants(
     Args:
         shared: whether it runs the shared operations. vocabulary, masked: of verl's mask of logits; None without one.
     """
+
+    def experts(layer: torch.nn.Module, names: Family) -> tuple[int, int, str, bool]:
+        routed = layer.get_submodule(names.experts.vllm_module)
+        return routed.w2_weight.shape[0], routed.top_k, routed.scoring_func, routed.renormalize
+
     decoder = family(model.config)
     layer, names = next(iter(decoder.named_layers(model)))
     entries = model.get_submodule(decoder.embedding).org_vocab_size
@@ -157,6 +146,7 @@ def live_constants(
         model,
         decoder,
         scale=lambda layer, names: layer.get_submodule(names.core).impl.scale,
+        experts=experts,
         rotary=layer.get_submodule(names.rotary).cos_sin_cache if shared else model.config.rope_parameters,
         vocabulary=entries if vocabulary is None else min(vocabulary, entries),
         masked=masked,

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
+from jetrl_verl.models import family
 from jetrl_verl.patches.worker_errors import WorkerError, told_to_the_server
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
-from jetrl_verl.rollout.live import LiveMap, Placement, live_constants, live_routing
+from jetrl_verl.rollout.live import LiveMap, Placement, live_constants
 from jetrl_verl.rollout.method import JetQuantizationConfig
 from jetrl_verl.rollout.qk_norm import split_at_attention
 from jetrl_verl.rollout.row_parallel import find_one_stage, fused_reductions, reduce_ranks, stock_all_reduce_matches
@@ -147,15 +148,14 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))
 
     def _verify(self, config: JetQuantizationConfig, reduction: dict[str, int]) -> dict[str, int]:
-        routing = live_routing(self.model_runner.model)
-        cache, mixture = config.kv_cache.traits.name, None if routing is None else config.format_name
+        mixture = None if family(self.model_runner.model.config).experts is None else config.format_name
+        cache = config.kv_cache.traits.name
         operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
         return self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),
             scale_rule=config.scale_rule,
             probe=stated_probe(self.device, config.format_name, config.scale_rule),
             operations=operations | reduction,
-            routing=routing,
             constants=self._jetrl_constants,
         )
 

@@ -19,6 +19,7 @@ def constants_of(
     decoder: Family,
     *,
     scale: Callable[[torch.nn.Module, Family], float],
+    experts: Callable[[torch.nn.Module, Family], tuple[int, int, str, bool]],
     rotary: torch.Tensor | Mapping[str, Any],
     vocabulary: int,
     masked: Sequence[int] = (),
@@ -28,6 +29,8 @@ def constants_of(
     Args:
         model: of either side, before FSDP wraps it. decoder: its family.
         scale: (decoder layer, names of its modules) -> factor of its attention scores.
+        experts: the same -> number of experts, those of a token, from logits to probabilities, whether a token's
+            weights add up to 1; asked of a mixture.
         rotary: table ``[P, D]`` of shared operations; the configuration's parameters if each side builds its own.
         vocabulary: first entries of the vocabulary that may be sampled. masked: those among them that may not.
     """
@@ -40,6 +43,10 @@ def constants_of(
         if names.experts is None:
             kind = type(layer.get_submodule(names.activation)).__name__
             constants[f"the activation of {at}"] = "silu" if "silu" in kind.lower() else kind
+        else:
+            count, per_token, scoring, renormalized = experts(layer, names)
+            weights = f"weights {'' if renormalized else 'not '}renormalized"
+            constants[f"the routing of {at}"] = f"{per_token} of {count} experts a token by {scoring}, {weights}"
     if isinstance(rotary, torch.Tensor):
         total = int((row_sums(rotary) * odd_constants(len(rotary), rotary.device)).sum())
         constants["the rotary table"] = f"{len(rotary)} positions with the sum {total % 2**64:#018x}"

@@ -18,7 +18,6 @@ from jetrl_verl import kernels
 from jetrl_verl.formats import UNQUANTIZED, traits_of
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, row_sums
-from jetrl_verl.models.families.base import Routing
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.statement import ContractViolation, Manifest
 from jetrl_verl.sync.wire import Kind, entries_of
@@ -103,14 +102,13 @@ class ContractReceiver:
         scale_rule: str,
         probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
-        routing: Routing | None = None,
         constants: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, int]:
         """Compare the statement with this worker.
 
         Args:
             live: trainer's name -> this worker's part, quantized and plain.
-            scale_rule, probe, operations, routing, constants: as in :class:`Manifest`, of this worker.
+            scale_rule, probe, operations, constants: as in :class:`Manifest`, of this worker.
 
         Returns:
             Counts under ``"quantized"`` and ``"plain"``, and under ``"digest"`` the sum of all live sums modulo 2^64.
@@ -118,7 +116,7 @@ class ContractReceiver:
         Raises:
             ContractViolation: at the first difference.
         """
-        manifest = self._check_statement(scale_rule, routing, constants)
+        manifest = self._check_statement(scale_rule, constants)
         if self._comparison is None or not self._comparison.fits(manifest, live):
             self._comparison = None
             _check_coverage(manifest, live)
@@ -127,8 +125,8 @@ class ContractReceiver:
         _check_code(manifest, probe, operations, self._sums.device)
         return self._comparison.counts | {"digest": digest % 2**64}
 
-    def _check_statement(self, scale_rule: str, routing: Routing | None, constants: Mapping[str, Any]) -> Manifest:
-        """The trainer's manifest; its scale rule, choice of experts and constants must equal this side's."""
+    def _check_statement(self, scale_rule: str, constants: Mapping[str, Any]) -> Manifest:
+        """The trainer's manifest; its scale rule and constants must equal this side's."""
         manifest = self._manifest
         if manifest is None:
             raise ContractViolation(
@@ -144,13 +142,6 @@ class ContractReceiver:
             raise ContractViolation(
                 f"contract check: the trainer has scale rule {manifest.scale_rule}, the rollout {scale_rule}. Set the "
                 "same jetrl.scale_rule on both."
-            )
-        stated = None if manifest.routing is None else Routing(**manifest.routing)
-        if stated != routing:
-            sides = ["no mixture of experts" if side is None else str(side) for side in (stated, routing)]
-            raise ContractViolation(
-                f"contract check: the trainer has {sides[0]}, the rollout {sides[1]}. Start both from the same "
-                "config.json, without overrides of its fields about experts."
             )
         for name in sorted(manifest.constants.keys() | constants.keys()):
             sides = manifest.constants.get(name), constants.get(name)

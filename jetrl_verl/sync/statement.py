@@ -10,7 +10,7 @@ the rollout. The manifest has the facts, and the sums of probes that tell kernel
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.formats.sums import element_sums, odd_constants, row_sums
-from jetrl_verl.models.families.base import Routing
 from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.stacks import Name, from_json, names_of, parts_of, to_json
 from jetrl_verl.sync.wire import Kind, Part
@@ -50,7 +49,6 @@ class Manifest:
     Attributes:
         scale_rule: rule of the scales. probe: the trainer's ``stated_probe`` (operations_probe.py).
         operations: shared operation -> sum of its results on the probe's inputs; empty if none is shared.
-        routing: fields of :class:`~jetrl_verl.models.families.base.Routing` of a mixture of experts, else None.
         constants: what decides the forward besides weights (:func:`~jetrl_verl.sync.constants.constants_of`).
         tied: second name -> first name of tensors that are sent once.
         weights: in the order of their sums.
@@ -59,7 +57,6 @@ class Manifest:
     scale_rule: str
     probe: int | None
     operations: dict[str, int] = field(default_factory=dict)
-    routing: dict[str, Any] | None = None
     constants: dict[str, Any] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     weights: list[Summed] = field(default_factory=list)
@@ -96,7 +93,7 @@ class Statement:
     """Sums the weights of one sync with few launches: qdata and matrices at once, scales and vectors at the end.
 
     Args:
-        scale_rule, probe, operations, constants, tied: as in :class:`Manifest`. routing: of a mixture of experts.
+        scale_rule, probe, operations, constants, tied: as in :class:`Manifest`.
         ranks: tensor-parallel size of the rollout.
     """
 
@@ -106,13 +103,11 @@ class Statement:
         scale_rule: str,
         probe: int | None,
         operations: Mapping[str, int] = MappingProxyType({}),
-        routing: Routing | None = None,
         constants: Mapping[str, Any] = MappingProxyType({}),
         ranks: int = 1,
         tied: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        fields = None if routing is None else asdict(routing)
-        self._manifest = Manifest(scale_rule, probe, dict(operations), fields, dict(constants), dict(tied))
+        self._manifest = Manifest(scale_rule, probe, dict(operations), dict(constants), dict(tied))
         self._ranks = ranks
         self._sums: list[torch.Tensor] = []
         self._scales: dict[Format, dict[int, torch.Tensor]] = {}

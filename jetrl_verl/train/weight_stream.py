@@ -12,7 +12,7 @@ from torch import nn
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
-from jetrl_verl.models.families.base import Routing, leaf
+from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.nn.chunked_logits import used_vocabulary
 from jetrl_verl.sync.constants import constants_of
@@ -24,32 +24,21 @@ from jetrl_verl.sync.statement import Statement, compare_ranks, statement_parts
 from jetrl_verl.sync.wire import Part, SyncStatistics, packed, parts_of_weight
 
 
-def stated_routing(model: nn.Module) -> Routing | None:
-    """How the trainer's mixture chooses experts, read from its modules before FSDP wraps them; None for a dense model.
-
-    Raises:
-        ValueError: its layers choose differently, as those of no class of transformers.
-    """
-    mixture = family(model.config).experts
-    if mixture is None:
-        return None
-    routings = set()
-    for layer in model.get_decoder().layers:
-        router, experts = layer.get_submodule(mixture.router), layer.get_submodule(mixture.module)
-        count = getattr(experts, leaf(mixture.down)).shape[0]
-        routings.add(Routing(count, router.top_k, mixture.scoring, bool(router.norm_topk_prob)))
-    (routing,) = routings
-    return routing
-
-
 def stated_constants(model: nn.Module) -> dict[str, Any]:
     """The trainer's constants (:func:`~jetrl_verl.sync.constants.constants_of`), before FSDP wraps its modules."""
     decoder = family(model.config)
+
+    def experts(layer: nn.Module, names: Family) -> tuple[int, int, str, bool]:
+        router, weights = (layer.get_submodule(name) for name in (names.experts.router, names.experts.module))
+        count = getattr(weights, leaf(names.experts.down)).shape[0]
+        return count, router.top_k, names.experts.scoring, router.norm_topk_prob
+
     table = getattr(model.get_submodule(decoder.rotary_embedding), "shared_table", None)
     return constants_of(
         model,
         decoder,
         scale=lambda layer, names: layer.get_submodule(names.attention).scaling,
+        experts=experts,
         rotary=model.config.rope_parameters if table is None else table,
         vocabulary=used_vocabulary(model),
     )
@@ -65,7 +54,6 @@ def weight_stream(
     metrics: QuantizationMetrics | None = None,
     ranks: int = 1,
     bucket_bytes: int = 2**31,
-    routing: Routing | None = None,
     constants: Mapping[str, Any] = MappingProxyType({}),
     tied: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,8 +65,7 @@ def weight_stream(
         statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.quantize.quantize_stream`.
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
-        routing, constants: from :func:`stated_routing`, :func:`stated_constants`.
-        tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
+        constants: from :func:`stated_constants`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
 
     Raises:
         NonFiniteWeightError: after the last weight, if one is NaN or Inf.
@@ -86,7 +73,7 @@ def weight_stream(
     """
     statement = None
     if options.contract_check:
-        mixture = None if routing is None else options.rollout
+        mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
         operations = stated_operations(device, options.operations, options.kv_cache, mixture=mixture)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
@@ -95,7 +82,6 @@ def weight_stream(
             scale_rule=options.scale_rule,
             probe=probe,
             operations=operations,
-            routing=routing,
             constants=constants,
             ranks=ranks,
             tied=tied,

@@ -15,7 +15,7 @@ from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.features import Feature, KeptScales, Metrics
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.weight_stream import stated_constants, stated_routing, weight_stream
+from jetrl_verl.train.weight_stream import stated_constants, weight_stream
 
 
 class WeightSync(Feature):
@@ -24,7 +24,6 @@ class WeightSync(Feature):
 
     def install(self, module: torch.nn.Module) -> None:
         self._statistics = SyncStatistics()
-        self._routing = stated_routing(module)
         self._constants = stated_constants(module)
         # vLLM reads from the same field whether the head is the embedding.
         self._tied = bool(self.engine.model_config.hf_config.tie_word_embeddings)
@@ -54,7 +53,6 @@ class WeightSync(Feature):
             metrics.quantization if metrics is not None else None,
             ranks=self.config.jetrl.rollout_ranks,
             bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
-            routing=self._routing,
             constants=self._constants,
             tied=gather.tied,
         )

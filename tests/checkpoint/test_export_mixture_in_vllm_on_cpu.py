@@ -18,7 +18,7 @@ from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.train.weight_stream import stated_routing
+from jetrl_verl.train.weight_stream import stated_constants
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +52,15 @@ def test_stock_vllm_serves_the_bf16_folder(folders, start):
 
 
 def test_loaded_experts_equal_those_of_a_weight_sync(folders, start):
-    from jetrl_verl.rollout.live import live_routing, live_tensors
+    from jetrl_verl.rollout.live import live_constants, live_tensors
 
     llm, worker = start(folders / "fp8", JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE))
     model, trained = worker.model_runner.model, policy()
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
     weights = quantize_stream(trained.state_dict().items(), plan_linears(trained.config), RULE)
-    receiver = receiver_of(weights, scale_rule=RULE, probe=probe, routing=stated_routing(trained))
-    counts = receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe, routing=live_routing(model))
+    receiver = receiver_of(weights, scale_rule=RULE, probe=probe, constants=stated_constants(trained))
+    constants = live_constants(model, shared=False)
+    counts = receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe, constants=constants)
     assert counts["quantized"] == 2 * (4 + 2)
     check_served(trained, vllm_engine.prompt_log_probs(llm, PROMPT))
 

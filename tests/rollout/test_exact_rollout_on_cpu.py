@@ -13,7 +13,7 @@ import vllm_engine
 from tiny_models import FAMILIES, tiny_model, with_preferences
 from vllm_engine import sync
 
-from jetrl_verl import formats, kernels
+from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
@@ -23,7 +23,7 @@ from jetrl_verl.sync.operations_probe import stated_operations
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import stated_constants, stated_routing, sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
@@ -77,12 +77,12 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     model = build_policy(family, seed)
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    routing = stated_routing(model)
-    stated = stated_operations(device, operations, kv_cache, mixture=None if routing is None else "fp8")
+    mixture = "fp8" if models.family(model.config).experts else None
+    stated = stated_operations(device, operations, kv_cache, mixture=mixture)
     probe = formats.get("fp8").probe(device, RULE)
     share_operations(model)
     mask_unused_vocabulary(model, TOKENS)
-    facts = dict(operations=stated, routing=routing, constants=stated_constants(model))
+    facts = dict(operations=stated, constants=stated_constants(model))
     return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts))
 
 

@@ -14,7 +14,7 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Statement
-from jetrl_verl.train.weight_stream import stated_constants, stated_routing, sync_parts
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE, PROMPT = "fp32", list(range(3, 47))
 
@@ -40,8 +40,8 @@ def engine(tmp_path_factory, cpu_platform):
 def send(worker, model) -> None:
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
     probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
-    facts = dict(routing=stated_routing(model), constants=stated_constants(model))
-    sync(worker, sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts)))
+    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model))
+    sync(worker, sync_parts(weights, statement))
 
 
 def trainer_log_probs(model) -> torch.Tensor:

@@ -126,25 +126,6 @@ class Handoff(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Routing:
-    """How a mixture chooses a token's experts; equal in trainer and rollout.
-
-    Attributes:
-        experts: their number. per_token: experts of a token.
-        scoring: from logits to probabilities. renormalize: whether a token's weights add up to 1.
-    """
-
-    experts: int
-    per_token: int
-    scoring: str
-    renormalize: bool
-
-    def __str__(self) -> str:
-        weights = "renormalized" if self.renormalize else "not renormalized"
-        return f"{self.per_token} of {self.experts} experts a token by {self.scoring}, weights {weights}"
-
-
-@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in a decoder layer's second half; names are relative to the layer.
 

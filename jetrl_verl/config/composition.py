@@ -27,8 +27,8 @@ from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
-from .support.table import TABLE, inexact_because, loss_of, losses, refusals, stock_because
-from .vllm_plugins import check_plugins
+from .support.table import TABLE, inexact_because, losses, refusals, stock_because
+from .vllm_plugins import replacements
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
@@ -180,11 +180,12 @@ def _uncovered(options: JetConfig, get: Get) -> Iterator[str]:
             for error in family(config).uncovered_operations(config):
                 yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
             check_built(replace(options, operations="shared"), path, config)
-            check_plugins(config)
+            for words in replacements(config):
+                yield TABLE["vllm_plugins"].loss(**words)
     except Unsupported as error:
         yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
-    except UnsupportedConfiguration as error:
-        yield loss_of(error)
+    except UnsupportedConfiguration as error:  # of a model that no precision can run, refused before the job
+        yield str(error)
 
 
 @cache

@@ -28,7 +28,7 @@ from .support.scopes import (
     VLLM,
 )
 from .support.table import explained, refusal, refuse
-from .vllm_plugins import check_plugins
+from .vllm_plugins import replacements
 
 if TYPE_CHECKING:
     from .job import Job
@@ -202,7 +202,8 @@ def check_models(job: "Job", get: Get) -> None:
             )
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
         if job.shared:
-            check_plugins(model.config)
+            for words in replacements(model.config):
+                refuse("vllm_plugins", **words)
         if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
             raise UnsupportedConfiguration(message)
         if on_cpu():

@@ -10,14 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
 from typing import Any
 
 import jetrl_verl
-
-from .support.table import refuse
 
 _PROGRAM = f"{jetrl_verl.__name__}.rollout.replaced"
 """A process, not an import: this package stays below ``rollout``."""
@@ -61,8 +59,9 @@ def replaced(architecture: str) -> tuple[str, ...]:
         return ()
 
 
-def check_plugins(model: Mapping[str, Any]) -> None:
-    """Refuse plugins of vLLM that replaced what the shared operations of a model's configuration build on."""
+def replacements(model: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """Words of the row ``vllm_plugins`` about each thing that plugins replaced of what the shared operations of a
+    model's configuration build on."""
     for what in replaced((model.get("architectures") or [""])[0]):
         why = f"the plugins {', '.join(other_plugins())} of vLLM replaced it, and what it computes is not known"
-        refuse("vllm_plugins", what=what, why=why)
+        yield {"what": what, "why": why}

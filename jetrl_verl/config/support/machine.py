@@ -39,7 +39,7 @@ MACHINE_ROWS: dict[str, Row] = {
     "vllm_plugins": Row(
         "plugins of other packages that replace layers, attention, platform or model class of vLLM",
         scope=SHARED,
-        instead=f"Set VLLM_PLUGINS=jetrl to run without them, or {SHARED.leave}",
+        fix="VLLM_PLUGINS=jetrl",
     ),
     "cpu": Row(
         "a CPU",

@@ -11,8 +11,8 @@ from .machine import MACHINE_ROWS, MODEL_ROWS
 from .operations import EXACT_ROWS, NOTE_ROWS, SHARED_ROWS
 from .options import OPTION_ROWS
 from .rollout import ROLLOUT_ROWS
-from .row import NO_REMEDY, Get, Row, UnsupportedConfiguration
-from .scopes import EXACT, SHARED
+from .row import Get, Row, UnsupportedConfiguration
+from .scopes import EXACT
 from .training import TRAINING_ROWS
 from .workers import COMMAND_ROWS, WORKER_ROWS
 
@@ -78,14 +78,6 @@ def inexact_because(get: Get) -> Iterator[str]:
     """What else makes a composed configuration differ in the last bits; see :meth:`Row.loss`."""
     rows = {**OPTION_ROWS, **EXACT_ROWS}
     yield from losses(as_exact(get), {name: row for name, row in rows.items() if row.scope is EXACT})
-
-
-def loss_of(error: UnsupportedConfiguration) -> str:
-    """What a run loses that goes on with stock operations instead of this refusal of the shared ones."""
-    cause, _, remedy = str(error).removesuffix(".").partition(". Set ")
-    what, refused, why = cause.partition(f" is not supported with {SHARED.text}: ")
-    cause, remedy = f"{what} ({why})" if refused else cause, remedy.removesuffix(SHARED.leave).removesuffix(", or ")
-    return f"{cause}; {Row.loses}. {f'Set {remedy}' if remedy else NO_REMEDY}."
 
 
 def losses(get: Get, rows: Mapping[str, Row]) -> Iterator[str]:

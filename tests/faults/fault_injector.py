@@ -236,7 +236,7 @@ def _arm(fault: Fault) -> None:
 
         def share_operations(*args: Any) -> None:
             fault._record("fired", str(fault))
-            refuse("norm_in_vllm")
+            refuse("operation_replaced_in_vllm")
 
         module.share_operations = share_operations
 

@@ -37,4 +37,4 @@ def test_what_a_worker_refuses_as_it_starts_is_the_last_line(tmp_path):
     outcome = Chain(tmp_path / "runs", "jet_fp8_exact", 60.0, "cpu", 1).run("refusal", 1, fault)
     (log,) = (tmp_path / "runs").rglob("run.log")
     assert outcome.status == 1 and outcome.seconds < SECONDS and not outcome.left, outcome
-    assert log.read_text().rstrip().splitlines()[-1] == f"jetrl_verl: {refusal('norm_in_vllm')}"
+    assert log.read_text().rstrip().splitlines()[-1] == f"jetrl_verl: {refusal('operation_replaced_in_vllm')}"

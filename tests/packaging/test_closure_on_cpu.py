@@ -66,14 +66,15 @@ def closure(package: Path, roots: Iterable[str]) -> set[str]:
 
 
 def imported_below_itself(tree: ast.AST, package: str) -> Iterator[str]:
-    """``package.*`` for each f-string that begins with ``{__name__}.``, as ``import_module`` gets them."""
+    """``package.*`` for each f-string that begins with ``{__name__}.``, as ``import_module`` gets them; below the whole
+    package for one that begins with ``{jetrl_verl.__name__}.``, as a program of ``python -m``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr) and len(node.values) > 1:
             first, second = node.values[:2]
-            begins = isinstance(first, ast.FormattedValue) and getattr(first.value, "id", "") == "__name__"
-            if begins and isinstance(second, ast.Constant) and second.value.startswith("."):
-                fixed = second.value[1:]
-                yield f"{package}.{fixed}" if fixed else f"{package}.*"
+            begins = ast.unparse(first.value) if isinstance(first, ast.FormattedValue) else ""
+            below = {"__name__": package, f"{NAME}.__name__": NAME}.get(begins)
+            if below and isinstance(second, ast.Constant) and second.value.startswith("."):
+                yield f"{below}.{second.value[1:] or '*'}"
 
 
 def test_entry_points_and_targets_reach_every_module():

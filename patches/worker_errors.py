@@ -41,7 +41,7 @@ def sentence_of(error: BaseException | None) -> str:
 
 
 @contextmanager
-def told_to_the_server() -> Iterator[None]:
+def reported_to_server() -> Iterator[None]:
     """In a worker: write what this package raises to the server's file."""
     try:
         yield
@@ -52,7 +52,7 @@ def told_to_the_server() -> Iterator[None]:
         raise
 
 
-async def _raising_what_a_worker_refused(call: Any) -> Any:
+async def _with_worker_error(call: Any) -> Any:
     try:
         return await call
     except Exception:
@@ -70,11 +70,11 @@ async def launch_server(stock, self, *args: Any, **kwargs: Any) -> None:
     if os.path.exists(file):  # of an earlier process of this number
         os.remove(file)
     os.environ[FILE] = file
-    await _raising_what_a_worker_refused(stock(self, *args, **kwargs))
+    await _with_worker_error(stock(self, *args, **kwargs))
 
 
 async def collective_rpc(stock, self, *args: Any, **kwargs: Any) -> None:
-    await _raising_what_a_worker_refused(stock(self, *args, **kwargs))
+    await _with_worker_error(stock(self, *args, **kwargs))
 
 
 _SYMPTOM = "what a rollout worker refuses stands in the middle of the log, and the run ends with another error"

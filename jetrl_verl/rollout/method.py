@@ -21,7 +21,7 @@ from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.patches.worker_errors import told_to_the_server
+from jetrl_verl.patches.worker_errors import reported_to_server
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import JetExpertsMethod
@@ -85,7 +85,7 @@ class JetQuantizationConfig(vllm.QuantizationConfig):
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         self._hf_config = hf_config
 
-    @told_to_the_server()
+    @reported_to_server()
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> vllm.QuantizeMethodBase | None:
         """The format's method for a planned projection or for experts, vLLM's BF16 method for every other layer.
 
@@ -117,7 +117,7 @@ class JetQuantizationConfig(vllm.QuantizationConfig):
         """Of the model, for messages."""
         return getattr(self._hf_config, "_name_or_path", "") or "of this engine"
 
-    @told_to_the_server()
+    @reported_to_server()
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise ``UnsupportedConfiguration`` for activations other than BF16."""
         if dtype != torch.bfloat16:

@@ -18,7 +18,7 @@ import torch
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from jetrl_verl.models import family
-from jetrl_verl.patches.worker_errors import WorkerError, told_to_the_server
+from jetrl_verl.patches.worker_errors import WorkerError, reported_to_server
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import is_of_experts, load_experts
 from jetrl_verl.rollout.live import LiveMap, Placement, live_constants
@@ -46,7 +46,7 @@ PlatformWorker = platform_worker()
 class JetWorker(PlatformWorker):
     """Worker of an engine with ``operations: shared`` or ``kv_cache: fp8``."""
 
-    @told_to_the_server()
+    @reported_to_server()
     def load_model(self, **options: Any) -> None:
         """Load the stock model, then replace its operations, before anything runs and before there is a KV cache.
 
@@ -78,7 +78,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         super().monkey_patch_model(vocab_size, banned_token_ids)
         self._jetrl_vocabulary = vocab_size, banned_token_ids or ()
 
-    @told_to_the_server()
+    @reported_to_server()
     def update_weights_from_ipc(self, peft_config: dict | None = None, base_sync_done=False, use_shm: bool = False):
         """One weight sync.
 

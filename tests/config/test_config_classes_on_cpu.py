@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
-from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job, UnsupportedConfiguration
+from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 RUNNABLE = [

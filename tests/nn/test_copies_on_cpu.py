@@ -105,12 +105,12 @@ MODULES: dict[type, list[tuple[Callable[[], nn.Module], Callable[[nn.Module], to
 
 def classes(base: type, *packages: ModuleType) -> set[type]:
     """Subclasses of ``base`` in every module of ``packages``."""
-    found: set[type] = set()
+    subclasses: set[type] = set()
     for package in packages:
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             values = vars(importlib.import_module(info.name)).values()
-            found |= {value for value in values if isinstance(value, type) and issubclass(value, base)}
-    return {value for value in found if value.__module__.startswith("jetrl_verl.")}
+            subclasses |= {value for value in values if isinstance(value, type) and issubclass(value, base)}
+    return {value for value in subclasses if value.__module__.startswith("jetrl_verl.")}
 
 
 def test_every_module_class_has_a_row():

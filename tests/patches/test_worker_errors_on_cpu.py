@@ -10,7 +10,7 @@ from patch_home import home
 from ray.exceptions import RayTaskError
 
 from jetrl_verl.config.support.row import UnsupportedConfiguration
-from jetrl_verl.patches.worker_errors import FILE, START, WorkerError, sentence_of, told_to_the_server
+from jetrl_verl.patches.worker_errors import FILE, START, WorkerError, reported_to_server, sentence_of
 from jetrl_verl.targets.job import JetCallback
 
 SENTENCE = "a norm without a weight is not supported. Set jetrl.operations=stock."
@@ -33,7 +33,7 @@ def through_ray(error: Exception, actors: int) -> Exception:
         (ValueError(SENTENCE), ""),
     ],
 )
-def test_the_driver_ends_with_a_sentence_of_ours_alone(error, sentence):
+def test_the_driver_ends_with_the_sentence_alone(error, sentence):
     assert sentence_of(error) == sentence
     job = JobReturn(status=JobStatus.FAILED)
     job.return_value = error
@@ -47,7 +47,7 @@ def test_the_driver_ends_with_a_sentence_of_ours_alone(error, sentence):
 @pytest.mark.parametrize(("error", "expected"), [(UnsupportedConfiguration, WorkerError), (ValueError, RuntimeError)])
 def test_the_server_raises_what_its_worker_refused(error, expected, monkeypatch):
     async def stock(server) -> None:
-        with pytest.raises(error), told_to_the_server():
+        with pytest.raises(error), reported_to_server():
             raise error(SENTENCE)
         raise RuntimeError("Engine core initialization failed. See root cause above.")
 

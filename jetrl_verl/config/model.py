@@ -7,6 +7,7 @@ A remote path is read through verl's own copy. A hub name without a network is l
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -125,8 +126,12 @@ def _read(path: str, local: str) -> ModelFiles | None:
     return ModelFiles(path, folder, model)
 
 
+@cache
 def _hub_config(name: str) -> Path | None:
-    """``config.json`` of a hub model, cached or downloaded, as verl would; ``None`` where the hub has no answer."""
+    """``config.json`` of a hub model, cached or downloaded, as verl would; ``None`` where the hub has no answer.
+
+    Asked once per process: without a network a question takes the hub's client 25 seconds.
+    """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 

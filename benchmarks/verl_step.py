@@ -69,7 +69,7 @@ from benchmarks.verl_runs import (
     run_verl,
     take_all,
 )
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.demo.overrides import words_of_a_local_ray, words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, quote
 from jetrl_verl.tools.provenance import provenance
@@ -282,7 +282,7 @@ def main(words: list[str] | None = None) -> int:
         rows = [parse_row(text, ROWS, "a row") for text in split_rows(options.rows)]
         engines = split_rows(options.engine_rows) if options.engine_rows else ()
         options.engine_rows = [parse_row(text, ROWS, "a row") for text in engines] or rows
-    except ToolError as error:
+    except UserError as error:
         parser.error(str(error))
     options.engine_rows = [] if options.no_engine else options.engine_rows
     response, sequences = SIZES[options.tiny]

@@ -28,21 +28,21 @@ def reading(path: str | Path, what: str, remedy: str, error: type[Exception] = U
 
 
 @contextmanager
-def writing(path: str | Path, option: str, error: type[Exception] = UserError) -> Iterator[None]:
-    """Turn an ``OSError`` of writing below ``path``, which ``option`` of the command names, into ``error``."""
+def writing(path: str | Path, option: str) -> Iterator[None]:
+    """Turn an ``OSError`` of writing below ``path``, which ``option`` of the command names, into a sentence."""
     try:
         yield
     except OSError as reason:
         at = f" at {reason.filename}" if reason.filename else ""
         message = f"{option} {path} cannot be written ({reason_of(reason)}{at}). Fix that, or set another folder."
-        raise error(message) from None
+        raise UserError(message) from None
 
 
-def check_new_folder(path: Path, option: str, error: type[Exception] = UserError) -> None:
-    """Raise ``error`` unless the output folder ``path`` does not exist yet or is empty."""
-    with writing(path, option, error):
+def check_new_folder(path: Path, option: str) -> None:
+    """Raise unless the output folder ``path`` does not exist yet or is empty."""
+    with writing(path, option):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise error(f"{option} {path} exists and is not an empty folder. Name another one, or remove it.")
+            raise UserError(f"{option} {path} exists and is not an empty folder. Name another one, or remove it.")
 
 
 def load_json(path: str | Path, kind: type = dict) -> Any:

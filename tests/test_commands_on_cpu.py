@@ -31,8 +31,9 @@ from typer.testing import CliRunner
 
 from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.cli import app
+from jetrl_verl.inputs import UserError
 from jetrl_verl.patches import all_patches
-from jetrl_verl.tools import ToolError, launch
+from jetrl_verl.tools import launch
 from jetrl_verl.tools.compare import run as compare
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo import run as demo
@@ -43,7 +44,7 @@ ACCEPTED = "every input was accepted"
 
 
 def accept(*arguments, **options):
-    raise ToolError(ACCEPTED)
+    raise UserError(ACCEPTED)
 
 
 # --- bad values ------------------------------------------------------------------------------------------------------

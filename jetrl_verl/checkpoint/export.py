@@ -33,7 +33,6 @@ from jetrl_verl.checkpoint.validation import latest_step, no_trainer_state
 from jetrl_verl.config.composition import parse
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import check_model, read_model, weight_files
-from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import QuantizedWeight
@@ -51,10 +50,6 @@ SHARD_BYTES = 4 * 2**30
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-class ExportError(UserError):
-    """A checkpoint that cannot be exported; the message is one sentence: what is wrong, what to do."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class ExportOptions:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise ExportError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
+            raise UserError(f"--format {self.format} is not a choice; use one of {', '.join(FORMATS)}.")
         self.job()
 
     @property
@@ -87,10 +82,7 @@ class ExportOptions:
         """The rollout that the folder is for: training's requirements, as of a mixture, do not apply to it."""
         options = {"precision": "fp8_rollout", "train": formats.UNQUANTIZED, "rollout": self.number_format}
         options |= {"scale_rule": self.scale_rule, "unfit_layers": self.unfit_layers}
-        try:
-            return Job(parse(options), rollout_ranks=self.tensor_parallel)
-        except UnsupportedConfiguration as error:
-            raise ExportError(str(error)) from None
+        return Job(parse(options), rollout_ranks=self.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,7 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """The parsed ``config.json``."""
         file = self.config_folder / "config.json"
-        with reading(file, "model config", "Copy the checkpoint again", ExportError):
+        with reading(file, "model config", "Copy the checkpoint again"):
             config = load_json(file)
             config["model_type"]  # every model has one
             return config
@@ -142,19 +134,17 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
     Raises:
         UserError: one sentence; ``out`` is then unchanged.
     """
-    check_new_folder(out, "OUT", ExportError)
+    check_new_folder(out, "OUT")
     source = find_checkpoint(checkpoint)
     names = (UNQUANTIZED, options.number_format) if options.format == "both" else (options.format,)
     plans = _plan(source, options) if names != (UNQUANTIZED,) else {}
     opened = _open(source)
     if opened.config.get("quantization_config"):
-        raise ExportError(
-            f"{source} is already quantized (quantization_config); name the trained BF16 or FP32 weights."
-        )
+        raise UserError(f"{source} is already quantized (quantization_config); name the trained BF16 or FP32 weights.")
 
     building = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        with writing(out, "OUT", ExportError):
+        with writing(out, "OUT"):
             written = []
             for name in names:
                 below = name if len(names) > 1 else ""
@@ -179,9 +169,9 @@ def find_checkpoint(path: Path) -> Path:
         path = path / "actor"
     if (path / "fsdp_config.json").is_file() or (path / "config.json").is_file():
         if (path / "fsdp_config.json").is_file() and not any(path.glob("model_world_size_*.pt")):
-            raise ExportError(no_trainer_state(path))
+            raise UserError(no_trainer_state(path))
         return path
-    raise ExportError(
+    raise UserError(
         f"{path} is neither a verl FSDP checkpoint (fsdp_config.json) nor a Hugging Face folder (config.json); "
         "name global_step_N of a run, or a model folder."
     )
@@ -201,26 +191,24 @@ def _plan(source: Path, options: ExportOptions) -> dict[str, LinearPlan]:
     try:
         if folder is source:
             check_model(options.job(), read_model(str(folder.absolute())))
-        with reading(folder / "config.json", "model config", "Copy the checkpoint again", ExportError):
+        with reading(folder / "config.json", "model config", "Copy the checkpoint again"):
             config = AutoConfig.from_pretrained(folder)
         return options.job().plans(config)
-    except UnsupportedConfiguration as error:
-        raise ExportError(str(error)) from None
     except UnsupportedLayer as error:
-        raise ExportError(model_refusal(error, str(folder), options.job().options.precision)) from None
+        raise UserError(model_refusal(error, str(folder), options.job().options.precision)) from None
 
 
 def _read_safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a Hugging Face folder, mapped."""
     files = weight_files(folder)
     if not files:
-        raise ExportError(f"{folder} holds no *.safetensors; save the model with safetensors first.")
+        raise UserError(f"{folder} holds no *.safetensors; save the model with safetensors first.")
     for file in files:
-        with reading(file, "weight file", "Copy the folder again", ExportError):
+        with reading(file, "weight file", "Copy the folder again"):
             tensors = safe_open(file, framework="pt")
         with tensors:
             for name in tensors.keys():  # noqa: SIM118  a handle, not a mapping
-                with reading(file, "weight file", "Copy the folder again", ExportError):
+                with reading(file, "weight file", "Copy the folder again"):
                     tensor = tensors.get_tensor(name)
                 yield name, tensor
 
@@ -229,11 +217,11 @@ def _read_fsdp(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a verl FSDP checkpoint, merged from mapped shards."""
     try:
         yield from _merged(folder)
-    except ExportError:
+    except UserError:
         raise
     except Exception as error:  # a damaged pickle raises almost anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ExportError(
+        raise UserError(
             f"verl's model merger cannot read {folder} ({reason}); every rank's model_world_size_*_rank_*.pt must be "
             "there, complete, next to huggingface/."
         ) from None
@@ -265,7 +253,7 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
     first = shard(0)
     if any("lora_" in name for name in first):
-        raise ExportError(
+        raise UserError(
             f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
         )
     with contextlib.redirect_stdout(io.StringIO()):  # the merger prints its settings
@@ -393,13 +381,13 @@ def _checked(
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ExportError(f"{name} holds Inf or NaN; export an earlier checkpoint of the run.")
+            raise UserError(f"{name} holds Inf or NaN; export an earlier checkpoint of the run.")
         plan = plan_of(name, plans) if name.endswith(".weight") else None
         if plan is not None:
             if name not in missing:
-                raise ExportError(f"{name} belongs to a layer that config.json does not have; copy the folder again.")
+                raise UserError(f"{name} belongs to a layer that config.json does not have; copy the folder again.")
             if tuple(tensor.shape) != (plan.n, plan.k):
-                raise ExportError(
+                raise UserError(
                     f"{name} has shape {list(tensor.shape)} and config.json says [{plan.n}, {plan.k}]; the weights and "
                     "the configuration do not belong together."
                 )
@@ -407,7 +395,7 @@ def _checked(
         if tied and name in (_HEAD, _EMBEDDING):
             shared[name] = tensor
             if len(shared) == 2 and not torch.equal(shared[_HEAD].bfloat16(), shared[_EMBEDDING].bfloat16()):
-                raise ExportError(
+                raise UserError(
                     f"{_HEAD} differs from {_EMBEDDING}, which config.json ties; set tie_word_embeddings to false."
                 )
             if name == _HEAD:
@@ -416,7 +404,7 @@ def _checked(
     if tied and _EMBEDDING not in shared:
         missing.add(_EMBEDDING)
     if missing:
-        raise ExportError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
+        raise UserError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
 
 
 def _save(
@@ -460,7 +448,7 @@ def _save(
 
 
 def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Console) -> None:
-    """The command: export, then print what was written and how to serve it. Raises ``ExportError``."""
+    """The command: export, then print what was written and how to serve it. Raises ``UserError``."""
     for exported in export(checkpoint, out, options):
         layers = f", {exported.quantized} layers in FP8" if exported.quantized else ""
         files = f"{exported.files} {'file' if exported.files == 1 else 'files'}"

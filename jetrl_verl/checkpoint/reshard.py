@@ -52,10 +52,6 @@ _DEFAULT_GROUP = "0"
 """torch's name of a process's first group, which a mesh of all ranks uses."""
 
 
-class ReshardError(UserError):
-    """A checkpoint that cannot be rewritten; the message is one sentence: what is wrong, what to do."""
-
-
 @dataclass(frozen=True)
 class Resharded:
     """The rewritten checkpoint of one role.
@@ -86,20 +82,20 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
         One entry per role.
 
     Raises:
-        ReshardError: nothing was written.
+        UserError: nothing was written.
     """
     for path in (checkpoint, out):
         if ":/" in str(path):
-            raise ReshardError(f"{path} is remote; copy the checkpoint to a local disk and name that.")
+            raise UserError(f"{path} is remote; copy the checkpoint to a local disk and name that.")
     step = _find_step(Path(checkpoint))
     roles = [_Role(folder) for folder in sorted(step.iterdir()) if (folder / "fsdp_config.json").is_file()]
     if not roles:
-        raise ReshardError(
+        raise UserError(
             f"{step} holds no checkpoint of verl's FSDP engines (actor/fsdp_config.json); copy the checkpoint again."
         )
     target = Path(out) if out is not None else None
     if target is not None:
-        check_new_folder(target, "--out", ReshardError)
+        check_new_folder(target, "--out")
     for role in roles:
         role.check(gpus, in_place=target is None)
     _check_room(sum(role.bytes_of_a_replica for role in roles), target or step)
@@ -110,7 +106,7 @@ def reshard(checkpoint: str | Path, gpus: int, out: str | Path | None = None) ->
         return _write_elsewhere(step, roles, gpus, target)
     except (OSError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        raise ReshardError(f"{target or step} could not be written ({reason}); fix that and start again.") from error
+        raise UserError(f"{target or step} could not be written ({reason}); fix that and start again.") from error
 
 
 def rows_of_rank(rows: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -196,16 +192,16 @@ def shard_for(states: Sequence[Any], where: str, ranks: int, rank: int) -> Any:
         The first state with its DTensors replaced.
 
     Raises:
-        ReshardError: the ranks differ outside of DTensors, or a DTensor is sharded in another way.
+        UserError: the ranks differ outside of DTensors, or a DTensor is sharded in another way.
     """
     first = states[0]
     if any(type(state) is not type(first) for state in states):
-        raise ReshardError(f"the ranks of the checkpoint hold different types at {where}; it is inconsistent.")
+        raise UserError(f"the ranks of the checkpoint hold different types at {where}; it is inconsistent.")
     if isinstance(first, DTensor):
         return _dtensor_for(states, where, ranks, rank)
     if isinstance(first, Mapping):
         if any(state.keys() != first.keys() for state in states):
-            raise ReshardError(f"the ranks of the checkpoint hold different keys at {where}; it is inconsistent.")
+            raise UserError(f"the ranks of the checkpoint hold different keys at {where}; it is inconsistent.")
         made = copy.copy(first)  # with its class and, of a module's state dict, the version in its attributes
         for key in first:
             made[key] = shard_for([state[key] for state in states], f"{where}[{key!r}]", ranks, rank)
@@ -218,19 +214,19 @@ def shard_for(states: Sequence[Any], where: str, ranks: int, rank: int) -> Any:
             return first.clone()
     elif all(state == first for state in states):
         return first
-    raise ReshardError(f"the ranks of the checkpoint hold different values at {where}; it is inconsistent.")
+    raise UserError(f"the ranks of the checkpoint hold different values at {where}; it is inconsistent.")
 
 
 def _dtensor_for(shards: Sequence[DTensor], where: str, ranks: int, rank: int) -> DTensor:
     first = shards[0]
     *others, last = first.placements
     if any(type(placement) is not Replicate for placement in others) or type(last) is not Shard or last.dim != 0:
-        raise ReshardError(
+        raise UserError(
             f"{where} is placed as {first.placements}; only FSDP2's sharding along dimension 0 is supported."
         )
     rows = first.shape[0]
     if any(shard.shape != first.shape for shard in shards) or sum(s._local_tensor.shape[0] for s in shards) != rows:
-        raise ReshardError(f"the shards of {where} do not add up to its {rows} rows; the checkpoint is incomplete.")
+        raise UserError(f"the shards of {where} do not add up to its {rows} rows; the checkpoint is incomplete.")
     like = torch.empty(first.shape, dtype=first.dtype, device="meta")
     local = rows_of([shard._local_tensor for shard in shards], *rows_of_rank(rows, ranks, rank), like)
     spec = DTensorSpec(mesh_for(first.device_mesh, ranks, rank), (Shard(0),), tensor_meta=first._spec.tensor_meta)
@@ -274,9 +270,7 @@ def _find_step(path: Path) -> Path:
         path = path.absolute().parent
     if re.fullmatch(r"global_step_\d+", path.absolute().name) and path.is_dir():
         return path
-    raise ReshardError(
-        f"{path} is not a folder global_step_<n> of a verl run, nor one of its roles; name such a folder."
-    )
+    raise UserError(f"{path} is not a folder global_step_<n> of a verl run, nor one of its roles; name such a folder.")
 
 
 class _Role:
@@ -285,11 +279,11 @@ class _Role:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         file = folder / "fsdp_config.json"
-        with reading(file, "configuration of verl's FSDP engine", "Copy the checkpoint again", ReshardError):
+        with reading(file, "configuration of verl's FSDP engine", "Copy the checkpoint again"):
             config = load_json(file)
             version, self.ranks = int(config["FSDP_version"]), int(config["world_size"])
         if version != 2:
-            raise ReshardError(
+            raise UserError(
                 f"{folder} was written under FSDP1, whose optimizer states cannot be sharded again; resume with "
                 f"{self.ranks} GPUs, or merge it (python -m verl.model_merger merge --backend fsdp) and start from the "
                 "merged model with strategy=fsdp2."
@@ -302,19 +296,19 @@ class _Role:
         """Raise if the role cannot be rewritten for ``gpus`` ranks; reads the checksums of every file.
 
         Raises:
-            ReshardError: also if ``in_place`` and files of that many ranks exist.
+            UserError: also if ``in_place`` and files of that many ranks exist.
         """
         if gpus == self.ranks:
-            raise ReshardError(f"{self.folder} was written by {gpus} ranks already; resume it as it is.")
+            raise UserError(f"{self.folder} was written by {gpus} ranks already; resume it as it is.")
         if in_place and gpus in self.written:
-            raise ReshardError(
+            raise UserError(
                 f"{self.folder} holds files of {gpus} ranks already; resume with {gpus} GPUs, or remove its "
                 f"*_world_size_{gpus}_rank_*.pt first."
             )
         if not self.written:
-            raise ReshardError(no_trainer_state(self.folder))
+            raise UserError(no_trainer_state(self.folder))
         if "model" not in self.contents:
-            raise ReshardError(
+            raise UserError(
                 f"{self.folder} lacks model_world_size_{self.ranks}_rank_*.pt, which fsdp_config.json names; copy "
                 "the checkpoint again."
             )
@@ -322,10 +316,10 @@ class _Role:
             for rank in range(self.ranks):
                 check_checkpoint(self.folder, rank, self.ranks)
         except DamagedCheckpointError as error:
-            raise ReshardError(str(error)) from None
+            raise UserError(str(error)) from None
         mesh = _mesh_of(self.load("model", 0))
         if mesh is None or mesh.size() != self.ranks or mesh.ndim > 2:
-            raise ReshardError(
+            raise UserError(
                 f"{self.file('model', 0)} holds no tensors that FSDP2 sharded over {self.ranks} ranks; name a "
                 "checkpoint of verl's fsdp2 strategy."
             )
@@ -346,7 +340,7 @@ class _Role:
     def load(self, content: str, rank: int) -> Any:
         """A rank's file, with mapped tensors."""
         file = self.file(content, rank)
-        with reading(file, "file of a rank", "Use the run's own environment", ReshardError), _without_group_warnings():
+        with reading(file, "file of a rank", "Use the run's own environment"), _without_group_warnings():
             state = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
             if not isinstance(state, Mapping):
                 raise TypeError(f"it holds a {type(state).__name__}")
@@ -394,7 +388,7 @@ def _check_room(needed: int, folder: Path) -> None:
     existing = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ReshardError(
+        raise UserError(
             f"the new files need {decimal(needed)} and the disk of {existing} has {decimal(free)} left; make room, or "
             "name a folder on another disk with --out."
         )
@@ -441,7 +435,7 @@ def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> li
 
 
 def run_reshard(checkpoint: str, gpus: int, out: str | None, console: Console) -> None:
-    """The command: reshard, then print what was written and how to resume. Raises ``ReshardError``."""
+    """The command: reshard, then print what was written and how to resume. Raises ``UserError``."""
     written = reshard(checkpoint, gpus, out)
     for role in written:
         line = f"{role.folder}: {role.before} ranks -> {role.after}, {role.files} files, {decimal(role.bytes)}"

@@ -18,8 +18,7 @@ from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.job import Job
-from jetrl_verl.inputs import reading
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.progress import Tracker
 
@@ -42,7 +41,7 @@ class RunPaths:
 
     def job(self) -> dict[str, str]:
         """What the run's composed config resolved to, for reports."""
-        with reading(self.config, "composed configuration of a run", "Delete the folder and run again", ToolError):
+        with reading(self.config, "composed configuration of a run", "Delete the folder and run again"):
             node = yaml.safe_load(self.config.read_text(encoding="utf-8")).get("jetrl")
         return Job.of(node).facts() if node else {"precision": "bf16"}
 
@@ -50,7 +49,7 @@ class RunPaths:
 def compose(words: Sequence[str], checked: bool = True) -> DictConfig:
     """verl's configuration with a user's overrides, interpolations resolved as verl does.
 
-    ``checked``: refuse what a precision does not support. ``ToolError`` if Hydra or a check refuses an override.
+    ``checked``: refuse what a precision does not support. ``UserError`` if Hydra or a check refuses an override.
     """
     import verl.trainer.config  # noqa: F401  brings the group `precision` into Hydra
     from hydra import compose, initialize_config_module
@@ -67,7 +66,7 @@ def compose(words: Sequence[str], checked: bool = True) -> DictConfig:
             config = compose("ppo_trainer", list(words))
         OmegaConf.resolve(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ToolError(f"verl does not accept these overrides: {str(error).rstrip('.')}. Correct them.") from None
+        raise UserError(f"verl does not accept these overrides: {str(error).rstrip('.')}. Correct them.") from None
     return config
 
 
@@ -125,16 +124,16 @@ def choose_device(device: str) -> str:
     """``cpu`` or ``cuda`` for one of ``DEVICES``.
 
     Raises:
-        ToolError: another word, or ``cuda`` where torch finds no GPU.
+        UserError: another word, or ``cuda`` where torch finds no GPU.
     """
     if device not in DEVICES:
-        raise ToolError(f"{device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
+        raise UserError(f"{device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
     device = detect_device() if device == "auto" else device
     if device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            raise ToolError("no NVIDIA GPU answers. Set --device cpu.")
+            raise UserError("no NVIDIA GPU answers. Set --device cpu.")
     return device
 
 

@@ -19,8 +19,7 @@ import matplotlib
 matplotlib.use("Agg")  # before pyplot: reports are written on machines without a display
 import matplotlib.pyplot as plt
 
-from jetrl_verl.inputs import load_json, reading
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError, load_json, reading
 
 REWARD = "critic/score/mean"
 MISMATCH = "rollout_corr/k3_kl"
@@ -88,15 +87,15 @@ def accuracy_keys(runs: Iterable[Run]) -> dict[str, str]:
 def load_run(folder: Path, name: str | None = None) -> Run:
     """Metrics of the run in ``folder`` and, where it exists, its ``run.json``.
 
-    Raises ``ToolError`` without metrics and for those of :func:`read_metrics`.
+    Raises ``UserError`` without metrics and for those of :func:`read_metrics`.
     """
     steps = read_metrics(folder)
     if not steps:
-        raise ToolError(f"the run in {folder} logged nothing to {folder / 'metrics.jsonl'}; run it again")
+        raise UserError(f"the run in {folder} logged nothing to {folder / 'metrics.jsonl'}; run it again")
     facts_file = folder / "run.json"
     facts = {}
     if facts_file.exists():
-        with reading(facts_file, "record of a run", "Delete the folder and run again", ToolError):
+        with reading(facts_file, "record of a run", "Delete the folder and run again"):
             facts = load_json(facts_file)
     return Run(name or facts.get("precision") or folder.name, sorted(steps.items()), facts)
 
@@ -104,14 +103,14 @@ def load_run(folder: Path, name: str | None = None) -> Run:
 def read_metrics(folder: Path) -> dict[int, dict]:
     """Step -> metrics of ``metrics.jsonl``, after those of earlier attempts (``metrics-*.jsonl``).
 
-    For each step the last value of a metric counts. A last line that an interruption cut off is dropped; ``ToolError``
+    For each step the last value of a metric counts. A last line that an interruption cut off is dropped; ``UserError``
     for any other that is damaged.
     """
     steps: dict[int, dict] = {}
     for path in (*sorted(folder.glob("metrics-*.jsonl")), folder / "metrics.jsonl"):
         lines: list[str] = []
         if path.exists():
-            with reading(path, "file of metrics", "Delete the folder and run again", ToolError):
+            with reading(path, "file of metrics", "Delete the folder and run again"):
                 lines = path.read_text(encoding="utf-8").splitlines()
         for number, line in enumerate(lines, start=1):
             try:
@@ -120,7 +119,7 @@ def read_metrics(folder: Path) -> dict[int, dict]:
             except (ValueError, KeyError, TypeError):
                 if number < len(lines):
                     message = f"line {number} of {path} is not a metrics record; delete the folder and run again"
-                    raise ToolError(message) from None
+                    raise UserError(message) from None
     return steps
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 
 _KEY = r"\+{0,2}[A-Za-z_][\w.]*(?:/[\w.]+)?(?:@[\w.]+)?"
 _VALUE = r"[\w./:\[\],-]*"  # no space, quote or |, so that a row can name itself in a table
@@ -39,16 +39,16 @@ class Row:
 
 
 def parse_row(text: str, names: Collection[str], what: str = "a precision") -> Row:
-    """The row that ``text`` stands for. ``ToolError`` if it has another form or its name is not one of ``names``."""
+    """The row that ``text`` stands for. ``UserError`` if it has another form or its name is not one of ``names``."""
     match = _ROW.fullmatch(text)
     if match is None:
         form = "Give PRECISION[+KEY=VALUE...]; a value has letters, digits and ./:,[]_- and no other character."
-        raise ToolError(f"{text!r} is not a row. {form}")
+        raise UserError(f"{text!r} is not a row. {form}")
     if match[1] not in names:
-        raise ToolError(f"{match[1]!r} is not {what}. Choose from {', '.join(names)}.")
+        raise UserError(f"{match[1]!r} is not {what}. Choose from {', '.join(names)}.")
     settings = tuple(f"{key}={value}" for key, value in _SETTING.findall(match[2]))
     if len(set(keys_of(settings))) < len(settings):
-        raise ToolError(f"{text!r} sets a key twice. Set each key once.")
+        raise UserError(f"{text!r} sets a key twice. Set each key once.")
     return Row(match[1], settings)
 
 

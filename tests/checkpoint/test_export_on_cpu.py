@@ -17,8 +17,9 @@ from typer.testing import CliRunner
 from jetrl_verl import kernels
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, fold
 from jetrl_verl.checkpoint import export as checkpoint_export
-from jetrl_verl.checkpoint.export import ExportError, ExportOptions, export
+from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.cli import app
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.linear import JetLinear
@@ -314,7 +315,7 @@ def test_a_tied_embedding_is_written_once_and_stays_tied(tmp_path):
 def test_skipped_layers_stay_bf16_and_are_named(tmp_path):
     model = tiny_model("llama", hidden_size=256, intermediate_size=192)
     save_folder(model, tmp_path / "policy")
-    with pytest.raises(ExportError, match=r"mlp.gate_proj has shards of shape \[192, 256\].*unfit_layers=skip"):
+    with pytest.raises(UserError, match=r"mlp.gate_proj has shards of shape \[192, 256\].*unfit_layers=skip"):
         export(tmp_path / "policy", tmp_path / "out", ExportOptions("fp8"))
     (written,) = export(tmp_path / "policy", tmp_path / "out", ExportOptions("fp8", unfit_layers="skip"))
     assert written.quantized == 8
@@ -369,7 +370,7 @@ def test_a_refused_export_gives_one_sentence_and_writes_nothing(policy, damage, 
     folder = tmp_path / "policy"
     shutil.copytree(policy[1], folder)
     damage(folder)
-    with pytest.raises(ExportError, match=sentence) as error:
+    with pytest.raises(UserError, match=sentence) as error:
         export(folder, tmp_path / "out", ExportOptions())
     assert "\n" not in str(error.value) and str(error.value).endswith(".")
     assert {path.name for path in tmp_path.iterdir()} <= {"policy"}
@@ -377,7 +378,7 @@ def test_a_refused_export_gives_one_sentence_and_writes_nothing(policy, damage, 
 
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
 def test_a_quantized_checkpoint_is_never_cast(exported, format, tmp_path):
-    with pytest.raises(ExportError, match="quantized already|already quantized"):
+    with pytest.raises(UserError, match="quantized already|already quantized"):
         export(exported[1] / "fp8", tmp_path / "out", ExportOptions(format))
 
 
@@ -393,7 +394,7 @@ def test_a_damaged_sharded_checkpoint_gives_one_sentence(run_folder, damage, sen
     actor = tmp_path / "actor"
     shutil.copytree(run_folder / "global_step_3" / "actor", actor)
     damage(actor)
-    with pytest.raises(ExportError, match=sentence) as error:
+    with pytest.raises(UserError, match=sentence) as error:
         export(actor, tmp_path / "out", ExportOptions())
     assert ("every rank's model_world_size" in str(error.value)) == ("trainer state" not in sentence)
     assert not (tmp_path / "out").exists()
@@ -402,7 +403,7 @@ def test_a_damaged_sharded_checkpoint_gives_one_sentence(run_folder, damage, sen
 def test_an_output_folder_with_files_is_refused(policy, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("x")
-    with pytest.raises(ExportError, match="is not an empty folder"):
+    with pytest.raises(UserError, match="is not an empty folder"):
         export(policy[1], tmp_path / "out", ExportOptions())
     assert (tmp_path / "out" / "thesis.tex").read_text() == "x"
 

@@ -20,9 +20,10 @@ from two_processes import joined, run_in_processes
 from typer.testing import CliRunner
 
 from jetrl_verl.checkpoint import reshard as module
-from jetrl_verl.checkpoint.reshard import ReshardError, random_states, reshard, rows_of, rows_of_rank
+from jetrl_verl.checkpoint.reshard import random_states, reshard, rows_of, rows_of_rank
 from jetrl_verl.checkpoint.validation import check_checkpoint
 from jetrl_verl.cli import app
+from jetrl_verl.inputs import UserError
 
 CONTENTS = ("model", "optim", "extra_state")
 SHAPES = {"embed": (67, 16), "norm": (5,), "spare": (3, 2, 2), "one": (1, 7)}
@@ -384,14 +385,14 @@ def test_a_failed_write_leaves_no_files(in_place, step, tmp_path, monkeypatch):
         stock(state, file)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(ReshardError, match="could not be written .*No space left on device"):
+    with pytest.raises(UserError, match="could not be written .*No space left on device"):
         reshard(step, 3, None if in_place else tmp_path / "out")
     assert digests(tmp_path) == before and not any(tmp_path.rglob(".*"))
 
 
 def test_a_full_disk_is_reported_before_writing(step, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1))
-    with pytest.raises(ReshardError, match="the new files need .* kB and the disk of .* has 1 bytes? left; make room"):
+    with pytest.raises(UserError, match="the new files need .* kB and the disk of .* has 1 bytes? left; make room"):
         reshard(step, 3)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from jetrl_verl.tools import ToolError, launch, process_tree
+from jetrl_verl.inputs import UserError
+from jetrl_verl.tools import launch, process_tree
 from jetrl_verl.tools.compare import run
 from jetrl_verl.tools.compare.run import CompareOptions, CompareRun, Job, run_compare
 from jetrl_verl.tools.compare.table import BEFORE, cells, summarize
@@ -65,7 +66,7 @@ def test_every_precision_runs_with_every_seed_and_one_engine_scores_all(tmp_path
     assert starts(tmp_path, names[0]) == ["0"] and engines.read_text().splitlines()[1:] == [
         str(["jet_fp8-seed1", "jet_fp8-seed2"])
     ]
-    with pytest.raises(ToolError, match=f"{tmp_path} was made by another command. Choose another --out"):
+    with pytest.raises(UserError, match=f"{tmp_path} was made by another command. Choose another --out"):
         compare(tmp_path, words=("actor_rollout_ref.actor.optim.lr=1e-5",))
 
 
@@ -105,7 +106,7 @@ def test_failed_and_unscored_runs_are_named_and_the_others_compared(tmp_path):
 
 @pytest.mark.parametrize("behaviour", ["reward_model", "no_config"])
 def test_a_job_that_cannot_be_scored_ends_early(behaviour, tmp_path):
-    with pytest.raises(ToolError, match="a reward model is not supported|did not write its composed config"):
+    with pytest.raises(UserError, match="a reward model is not supported|did not write its composed config"):
         compare(tmp_path, behaviour)
     assert not (tmp_path / "runs" / "jet_fp8-seed1").exists()
 
@@ -153,5 +154,5 @@ def test_seeds_and_samples_are_averaged_within_a_problem():
     assert rows["bf16"]["accuracy"] == 0.625 and rows["bf16"]["± accuracy"] == pytest.approx(0.375)  # 1/4 and 1
     assert rows["bf16"]["between seeds"] == pytest.approx(0.25 / math.sqrt(2))  # seeds: 3/4 and 1/2
     assert cells(rows)[1] == ["bf16", "62.5%", "37.5%", "", "", "17.7%", "0.300", "1.0e-04", "2.0"]
-    with pytest.raises(ToolError, match="different numbers of problems"):
+    with pytest.raises(UserError, match="different numbers of problems"):
         summarize({"bf16": [[[1], [0]]], "jet_fp8": [[[1]]]}, {}, "bf16")

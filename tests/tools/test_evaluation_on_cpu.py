@@ -12,7 +12,7 @@ import vllm_engine
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.compare import evaluate
 from jetrl_verl.tools.compare.evaluate import Engine, Judge, Request, load_config
 from jetrl_verl.tools.compare.run import SEED_KEYS, CompareRun, Job
@@ -136,7 +136,7 @@ def test_every_policy_gets_a_file_and_no_weights_remain(engine, job, judge, tmp_
     (tmp_path / "request.json").write_text(json.dumps(vars(request)))
     graded = []
     monkeypatch.setattr(judge, "scores", lambda responses: graded.append(responses) or [[float(len(graded))]])
-    with pytest.raises(ToolError, match="^damaged could not be scored"):
+    with pytest.raises(UserError, match="^damaged could not be scored"):
         evaluate.main(str(tmp_path / "request.json"))
     assert graded[0] == graded[1] != graded[2]
     scores = {file.name: json.loads(file.read_text())["scores"] for file in out.iterdir()}

@@ -14,7 +14,7 @@ from jetrl_verl.config.composition import reader
 from jetrl_verl.config.support.row import shown
 from jetrl_verl.config.support.scopes import EXACT, SHARED
 from jetrl_verl.config.support.table import TABLE
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.memory import run, terms
 from jetrl_verl.tools.memory.shapes import KNOWN, find_config, model_of
 from jetrl_verl.tools.memory.terms import GIB, PRECISIONS, phases_of
@@ -60,9 +60,9 @@ def test_a_model_is_found_by_hub_name_and_by_folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
     four = model_of("folder", find_config(str(tmp_path)))
     assert four.parameters == model_of("known", KNOWN["qwen3-4b"]).parameters and four.kv_bytes() == 2 * 36 * 1024 * 2
-    with pytest.raises(ToolError, match="Qwen3-8B-GGUF is not known here"):
+    with pytest.raises(UserError, match="Qwen3-8B-GGUF is not known here"):
         find_config("Qwen/Qwen3-8B-GGUF")
-    with pytest.raises(ToolError, match="not supported with jetrl memory: .* Set a model of one of these types"):
+    with pytest.raises(UserError, match="not supported with jetrl memory: .* Set a model of one of these types"):
         model_of("m", {"model_type": "mixtral"})
 
 

@@ -8,7 +8,7 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.report import PANELS, Run, Series, accuracy_keys, draw, load_run, write_report
 
 ACCURACY = "val-core/jetrl/addition/acc/mean@1"
@@ -59,10 +59,10 @@ def test_a_resumed_run_is_read_from_all_attempts(tmp_path):
 
 @pytest.mark.parametrize("line", ['{"step": 1', '{"step": 1, "data": 3}'])
 def test_damaged_or_missing_metrics_are_one_sentence(tmp_path, line):
-    with pytest.raises(ToolError, match="logged nothing"):
+    with pytest.raises(UserError, match="logged nothing"):
         load_run(tmp_path)
     write_metrics(tmp_path / "metrics.jsonl", [], f'{line}\n{{"step": 2, "data": {{}}}}')
-    with pytest.raises(ToolError, match="line 1 of .* is not a metrics record; delete the folder"):
+    with pytest.raises(UserError, match="line 1 of .* is not a metrics record; delete the folder"):
         load_run(tmp_path)
 
 

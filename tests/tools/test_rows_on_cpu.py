@@ -5,7 +5,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.rows import parse_row, split_rows
 
 
@@ -26,7 +26,7 @@ def test_a_row_is_a_precision_and_overrides_of_hydra(text, settings):
 
 @pytest.mark.parametrize("text", ["jet_fp9", "", "jet_fp8+", "jet_fp8+a", "jet_fp8+a=x|y", "jet_fp8+a=1++a=2"])
 def test_an_invalid_row_is_refused(text):
-    with pytest.raises(ToolError):
+    with pytest.raises(UserError):
         parse_row(text, ["jet_fp8"])
 
 

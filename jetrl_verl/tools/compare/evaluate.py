@@ -18,7 +18,6 @@ from typing import Any
 
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.inputs import UserError, reading
-from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.provenance import provenance
 
 
@@ -39,18 +38,18 @@ class Request:
 
 
 def load_config(path: str | Path) -> Any:
-    """The composed configuration of a run. ``ToolError`` if it is missing or the reward comes from a model."""
+    """The composed configuration of a run. ``UserError`` if it is missing or the reward comes from a model."""
     from omegaconf import OmegaConf
 
     if not Path(path).is_file():
-        raise ToolError(
+        raise UserError(
             f"The job did not write its composed configuration to {path}. Give a command that passes its last words on "
             "to verl, and do not set hydra.output_subdir=null."
         )
-    with reading(path, "composed configuration of a run", "Delete the folder of the run and start again", ToolError):
+    with reading(path, "composed configuration of a run", "Delete the folder of the run and start again"):
         config = OmegaConf.load(path)
     if OmegaConf.select(config, "reward.reward_model.enable") or OmegaConf.select(config, "reward_model.enable"):
-        raise ToolError(refusal("reward_model_of_compare"))
+        raise UserError(refusal("reward_model_of_compare"))
     return config
 
 
@@ -159,7 +158,7 @@ class Engine:
 
 
 def evaluate(request: Request) -> None:
-    """Score the policies of ``request``. ``ToolError`` if some cannot be scored; all others are scored first."""
+    """Score the policies of ``request``. ``UserError`` if some cannot be scored; all others are scored first."""
     from jetrl_verl.checkpoint.export import ExportOptions, export
 
     config = load_config(request.config)
@@ -186,7 +185,7 @@ def evaluate(request: Request) -> None:
         unfinished.rename(file)
         print(f"{name} is scored", flush=True)
     if unscored:
-        raise ToolError(f"{', '.join(unscored)} could not be scored. The lines above say why.")
+        raise UserError(f"{', '.join(unscored)} could not be scored. The lines above say why.")
 
 
 def main(path: str) -> None:

@@ -19,8 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.inputs import load_json, reading, writing
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError, load_json, reading, writing
 from jetrl_verl.tools.compare.evaluate import Request, load_config
 from jetrl_verl.tools.compare.table import BEFORE, CAPTION, Scores, cells, summarize
 from jetrl_verl.tools.demo import cache
@@ -44,7 +43,7 @@ _OWN_KEYS = (
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of the command line. Raises ``ToolError`` for a wrong value.
+    """The options of the command line. Raises ``UserError`` for a wrong value.
 
     ``precisions`` are rows (tools/rows.py); differences are to the first. ``words`` are overrides of the demo or a verl
     command line. ``temperature`` and ``samples`` are those of the evaluation, ``steps`` to ``device`` of the demo.
@@ -64,13 +63,13 @@ class CompareOptions:
         rows = [parse_row(precision, PRECISIONS) for precision in self.precisions]
         for key in keys_of([*self.words, *(setting for row in rows for setting in row.settings)]):
             if key in _OWN_KEYS:
-                raise ToolError(f"{key} is set by jetrl compare for each run. Remove it from the command.")
+                raise UserError(f"{key} is set by jetrl compare for each run. Remove it from the command.")
         for name in ("precisions", "seeds"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
-                raise ToolError(f"--{name} is empty or repeats a value. Set each value once, with commas.")
+                raise UserError(f"--{name} is empty or repeats a value. Set each value once, with commas.")
         if self.temperature == 0 and self.samples > 1:
-            raise ToolError(f"{self.samples} --samples of a greedy evaluation are equal. Set --temperature above 0.")
+            raise UserError(f"{self.samples} --samples of a greedy evaluation are equal. Set --temperature above 0.")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def run_compare(
     """Run the comparison and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 
     ``trainer`` trains the demo and is followed by overrides, ``evaluator`` scores and is followed by a request's file.
-    ``ToolError`` if the comparison cannot go on; every process that was started has ended.
+    ``UserError`` if the comparison cannot go on; every process that was started has ended.
     """
 
     def say(line: str) -> None:
@@ -133,9 +132,9 @@ def run_compare(
             job = _job(options, trainer, say)
             made_by = out / "job.json"
             if made_by.exists():
-                with reading(made_by, "record of a comparison", "Choose another --out", ToolError):
+                with reading(made_by, "record of a comparison", "Choose another --out"):
                     if load_json(made_by, list) != job.command:
-                        raise ToolError(f"{out} was made by another command. Choose another --out, or delete that one.")
+                        raise UserError(f"{out} was made by another command. Choose another --out, or delete that one.")
             _write(made_by, job.command)
             for run in runs:
                 train(run, job, console, say)
@@ -154,13 +153,13 @@ def run_compare(
 
 
 def _job(options: CompareOptions, trainer: Sequence[str], say) -> Job:
-    """The command line of the user, or the demo. ``ToolError`` if there is no such program, GPU or folder."""
+    """The command line of the user, or the demo. ``UserError`` if there is no such program, GPU or folder."""
     is_demo = not options.words or "=" in options.words[0]
     if is_demo:
         device, prepared = choose_device(options.device), cache.find(cache.Recipe(), options.cache)
     elif shutil.which(options.words[0]) is None:
-        raise ToolError(f"{options.words[0]} is not a program. Give overrides, or a verl command line after --.")
-    with writing(options.out, "--out", ToolError):
+        raise UserError(f"{options.words[0]} is not a program. Give overrides, or a verl command line after --.")
+    with writing(options.out, "--out"):
         options.out.mkdir(parents=True, exist_ok=True)  # before the warm-up, which takes minutes
     if not is_demo:
         return Job(list(options.words), os.environ)
@@ -173,7 +172,7 @@ def _job(options: CompareOptions, trainer: Sequence[str], say) -> Job:
 def train(run: CompareRun, job: Job, console: Console, say) -> None:
     """Train ``run`` from its last checkpoint, if it has one, and write its facts once it has finished.
 
-    ``ToolError`` if the job could not be scored later, or its metrics are damaged.
+    ``UserError`` if the job could not be scored later, or its metrics are damaged.
     """
     if run.finished:
         say(f"{run.name}: finished before")
@@ -227,7 +226,7 @@ def score(
 
 
 def _scores(file: Path) -> Scores:
-    with reading(file, "file of scores", "Delete it, and run the same command again", ToolError):
+    with reading(file, "file of scores", "Delete it, and run the same command again"):
         return load_json(file)["scores"]
 
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from jetrl_verl.tools import ToolError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, Run
 
 BEFORE = "before training"
@@ -37,11 +37,11 @@ def summarize(
     """Precision -> column -> number, None where it is not known. ``scores`` and ``runs`` have an entry per seed.
 
     The accuracy is the mean over problems of the mean over seeds and samples. Differences are to ``baseline``; pairing
-    by problem removes the noise that both precisions share. ``ToolError`` if two runs answered different problems.
+    by problem removes the noise that both precisions share. ``UserError`` if two runs answered different problems.
     """
     counts = {precision: sorted(map(len, seeds)) for precision, seeds in scores.items()}
     if len(set().union(*counts.values())) > 1:
-        raise ToolError(f"The runs answered different numbers of problems ({counts}). Choose another --out.")
+        raise UserError(f"The runs answered different numbers of problems ({counts}). Choose another --out.")
     problems = {
         precision: [statistics.fmean(map(statistics.fmean, samples)) for samples in zip(*seeds)]
         for precision, seeds in scores.items()

@@ -39,7 +39,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
     """(step, k3_kl) of each policy: the mean over tokens of ``exp(d) - 1 - d``, ``d = log pi_train - log pi_rollout``.
 
     Raises:
-        DiffError: the precision does not support the model.
+        UserError: the precision does not support the model.
     """
     import torch
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from jetrl_verl.inputs import load_json, reading, writing
-from jetrl_verl.tools.demo import DemoError, policy, task, warmup
+from jetrl_verl.tools.demo import policy, task, warmup
 from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
 from jetrl_verl.tools.demo.warmup import WarmupConfig
@@ -49,24 +49,24 @@ class Prepared:
 
 
 def find(recipe: Recipe, cache: Path) -> Prepared | None:
-    """The entry for ``recipe``, or None. Raises ``DemoError`` if it is damaged."""
+    """The entry for ``recipe``, or None. Raises ``UserError`` if it is damaged."""
     folder = _folder(recipe, cache)
-    with writing(cache, "--cache", DemoError):
+    with writing(cache, "--cache"):
         if not folder.exists():
             return None
-    with reading(folder / "facts.json", "record of the warm-up", f"Delete {folder} and run again", DemoError):
+    with reading(folder / "facts.json", "record of the warm-up", f"Delete {folder} and run again"):
         return Prepared(folder.resolve(), load_json(folder / "facts.json"))
 
 
 def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
     """Generate the data, warm the policy up on ``device`` and store both; ``report`` receives lines for the user.
 
-    Raises ``DemoError`` if ``cache`` is not writable or the warm-up does not reach its target.
+    Raises ``UserError`` if ``cache`` is not writable or the warm-up does not reach its target.
     """
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    with writing(cache, "--cache", DemoError):
+    with writing(cache, "--cache"):
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     try:

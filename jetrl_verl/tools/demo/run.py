@@ -19,8 +19,8 @@ from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.inputs import writing
-from jetrl_verl.tools.demo import DemoError, baseline, cache
+from jetrl_verl.inputs import UserError, writing
+from jetrl_verl.tools.demo import baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
 from jetrl_verl.tools.demo.policy import POLICIES
 from jetrl_verl.tools.diff.run import engine_environment
@@ -37,7 +37,7 @@ _BASELINE_POLICIES = 6
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """Options of the command line. Raises ``DemoError`` for a value that is not supported."""
+    """Options of the command line. Raises ``UserError`` for a value that is not supported."""
 
     precision: str
     steps: int
@@ -53,13 +53,13 @@ class DemoOptions:
 
     def __post_init__(self):
         if self.precision not in PRECISIONS:
-            raise DemoError(f"{self.precision!r} is not a precision. Choose one of {', '.join(PRECISIONS)}.")
+            raise UserError(f"{self.precision!r} is not a precision. Choose one of {', '.join(PRECISIONS)}.")
         if self.policy not in POLICIES:
-            raise DemoError(f"{self.policy!r} is not a policy. Choose one of {', '.join(POLICIES)}.")
+            raise UserError(f"{self.policy!r} is not a policy. Choose one of {', '.join(POLICIES)}.")
         if self.device not in DEVICES:
-            raise DemoError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
+            raise UserError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
         if word := precision_word(self.overrides):
-            raise DemoError(f"{word} would leave the run named after {self.precision}. Set it with --precision.")
+            raise UserError(f"{word} would leave the run named after {self.precision}. Set it with --precision.")
 
     @property
     def last_step(self) -> int:
@@ -113,7 +113,7 @@ def run_demo(
 def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str, say) -> cache.Prepared:
     """Data, policy and the folder of the run; the folder first, since the warm-up takes a minute."""
     prepared = cache.find(recipe, options.cache)
-    with writing(options.out, "--out", DemoError):
+    with writing(options.out, "--out"):
         paths.folder.mkdir(parents=True)
     if prepared is None:
         say(f"preparing data and policy in {options.cache} (kept for later runs)")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jetrl_verl.tools.demo import DemoError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.demo.task import Problem
 
 IGNORED_LABEL = -100  # cross_entropy's default ignore_index
@@ -71,7 +71,7 @@ def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, rep
     """Train ``model`` (FP32, on any device) in place with AdamW until ``config.target``.
 
     ``report`` receives lines for the user. Returns ``warmup_steps``, ``warmup_accuracy`` (the estimate) and
-    ``warmup_seconds``. Raises ``DemoError`` if the target is not reached within ``config.max_steps``, ``ValueError``
+    ``warmup_seconds``. Raises ``UserError`` if the target is not reached within ``config.max_steps``, ``ValueError``
     for too few problems.
     """
     import torch
@@ -104,7 +104,7 @@ def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, rep
             if accuracy >= config.target:
                 seconds = round(time.monotonic() - started, 1)
                 return {"warmup_steps": step, "warmup_accuracy": accuracy, "warmup_seconds": seconds}
-    raise DemoError(
+    raise UserError(
         f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; "
         "give it more steps or an easier task"
     )

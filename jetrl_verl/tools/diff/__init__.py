@@ -1,9 +1,3 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff``: the operations in which rollout and trainer differ, and what each kind adds to the mismatch."""
-
-from jetrl_verl.tools import ToolError
-
-
-class DiffError(ToolError):
-    """The comparison is not possible; the message is one sentence: what is wrong, what to do."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.diff.measures import Mismatch, Spread, bits, ulps
 from jetrl_verl.tools.diff.operations import KINDS, Operation
 from jetrl_verl.tools.diff.recording import Recording
@@ -68,11 +68,11 @@ def attribute(trainer: Trainer, recording: Recording) -> Attribution:
     """Compare ``trainer`` with a recorded rollout.
 
     Raises:
-        DiffError: the two sides have other operations, or one of the trainer's does not repeat itself.
+        UserError: the two sides have other operations, or one of the trainer's does not repeat itself.
     """
     if set(trainer.operations) != set(recording.outputs):
         (operation, *_) = set(trainer.operations) ^ set(recording.outputs)
-        raise DiffError(f"{operation} runs on one side only; use a decoder of a supported type.")
+        raise UserError(f"{operation} runs on one side only; use a decoder of a supported type.")
     forwards = _Forwards(trainer, recording)
     log_probs, accumulated, first = forwards.plain()
     mismatch = Mismatch.of(log_probs, recording.log_probs)
@@ -97,7 +97,7 @@ class _Forwards:
         """The rollout's output, on the trainer's device."""
         recorded = self._recording.outputs[operation]
         if recorded.dtype != trained.dtype or recorded.shape != trained.shape:
-            raise DiffError(
+            raise UserError(
                 f"{operation} gives {list(recorded.shape)} of {recorded.dtype} in the rollout and "
                 f"{list(trained.shape)} of {trained.dtype} in the trainer, which cannot be compared; use "
                 "dtype=bfloat16 on both sides."
@@ -146,14 +146,14 @@ class _Forwards:
     def corrected(self, kinds: Iterable[str], check: bool = False) -> Mismatch:
         """Mismatch with the operations of ``kinds`` corrected.
 
-        With ``check`` every operation must give the rollout's output, or ``DiffError`` is raised.
+        With ``check`` every operation must give the rollout's output, or ``UserError`` is raised.
         """
         kinds = set(kinds)
 
         def correct(operation: Operation, trained: torch.Tensor) -> torch.Tensor:
             answer = self._correct(operation, trained) if operation.kind in kinds else trained
             if check and not torch.equal(bits(answer), bits(self._rollout(operation, trained))):
-                raise DiffError(
+                raise UserError(
                     f"with every operation before it corrected, the trainer's {operation} does not give the same bits "
                     "twice, so nothing can be attributed; make it deterministic on this machine."
                 )

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl_verl.inputs import load_json, reading, reason_of
-from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.inputs import UserError, load_json, reading, reason_of
 
 BUILT_IN = (
     "What is 7841 + 2259? Work it out digit by digit.",
@@ -31,7 +30,7 @@ class Prompts:
 def _rows(file: Path, limit: int) -> list[Any]:
     """The first ``limit`` prompts of a file: strings, lists of chat messages, or token ids."""
     kinds = "lines of text (.txt), objects with prompt or prompt_token_ids (.jsonl), verl's column prompt (.parquet)"
-    with reading(file, "file of prompts", f"Give {kinds}", DiffError):
+    with reading(file, "file of prompts", f"Give {kinds}"):
         if file.suffix == ".parquet":
             import pyarrow.parquet
 
@@ -48,15 +47,15 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
     if isinstance(row, list) and all(isinstance(token, int) for token in row):
         return row
     if not (isinstance(row, str) or isinstance(row, list) and all(isinstance(part, dict) for part in row)):
-        raise DiffError(
+        raise UserError(
             f"{repr(row)[:60]} is not a prompt; give text, chat messages with role and content, or token ids."
         )
     if tokenizer is None:
-        raise DiffError("the model folder has no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
+        raise UserError("the model folder has no tokenizer; give --prompts a .jsonl with prompt_token_ids.")
     if tokenizer.chat_template is None:
         if isinstance(row, str):
             return tokenizer.encode(row)
-        raise DiffError(
+        raise UserError(
             "the model's tokenizer has no chat template for chat messages; give --prompts lines of text (.txt) or a "
             ".jsonl with prompt_token_ids."
         )
@@ -64,7 +63,7 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:  # templates raise any exception
-        raise DiffError(
+        raise UserError(
             f"the model's chat template does not accept {repr(row)[:60]} ({reason_of(error)}); correct the messages or "
             "give prompt_token_ids."
         ) from None
@@ -74,7 +73,7 @@ def _load(model: Path) -> tuple[Any, Any]:
     """Config and tokenizer of the folder ``model``, None without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
-    with reading(model, "model folder", "Name a complete Hugging Face folder", DiffError):
+    with reading(model, "model folder", "Name a complete Hugging Face folder"):
         load_json(model / "config.json")  # of what transformers says about a missing one, nothing names the file
         has_tokenizer = any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         config = AutoConfig.from_pretrained(model, local_files_only=True)
@@ -85,15 +84,15 @@ def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     """The first ``limit`` prompts for the model in folder ``model``, through its chat template where it has one.
 
     Raises:
-        DiffError: model, prompts, tokenizer or template are missing or damaged, or ids are outside the vocabulary.
+        UserError: model, prompts, tokenizer or template are missing or damaged, or ids are outside the vocabulary.
     """
     config, tokenizer = _load(model)
     rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
     ids = [_encode(row, tokenizer) for row in rows]
     vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
     if not ids or not all(ids):
-        raise DiffError(f"{file} has no prompt, or an empty one; remove empty rows.")
+        raise UserError(f"{file} has no prompt, or an empty one; remove empty rows.")
     if any(not 0 <= token < vocabulary for row in ids for token in row):
-        raise DiffError(f"{file} has token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
+        raise UserError(f"{file} has token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
     stop = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return Prompts(ids, stop, vocabulary, config.max_position_embeddings)

@@ -27,9 +27,9 @@ from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.caches import KVCache
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models.families.base import Family, leaf
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, dense_choice, in_layer, operations
 from jetrl_verl.tools.diff.recording import Recording, Request
@@ -196,7 +196,7 @@ class Recorder:
                 given = self._floating([*args, *kwargs.values()], split_input)
                 for name, tensor in zip(inputs, given, strict=True):
                     if not torch.equal(bits(self._now[name]), bits(tensor)):
-                        raise DiffError(
+                        raise UserError(
                             f"the input of {in_layer(self._layer, outputs[0])} in the rollout is not the output of "
                             "the operations before it, so jetrl diff does not know what runs between them; use a "
                             "decoder of a supported type."
@@ -275,7 +275,7 @@ class Recorder:
             self._place(args[0] if args else kwargs["positions"])
 
     def _place(self, positions: torch.Tensor) -> None:
-        """Set the token numbers of this step's rows; ``DiffError`` if a token id is not the sequence's."""
+        """Set the token numbers of this step's rows; ``UserError`` if a token id is not the sequence's."""
         ids, embedded = self._embedded
         positions = positions[: len(ids)].cpu().long()
         owners = torch.tensor([self._requests[name] for name, count in self._order for _ in range(count)])
@@ -283,7 +283,7 @@ class Recorder:
             [self._sequences[o][p] for o, p in zip(owners.tolist(), positions.tolist(), strict=True)]
         )
         if not torch.equal(expected, ids):
-            raise DiffError(
+            raise UserError(
                 "the rollout's batch does not have the layout of its scheduler, so rows have no known request; this is "
                 "a defect of jetrl diff with this version of vLLM."
             )
@@ -313,7 +313,7 @@ class Recorder:
         """The outputs of all steps, ``[tokens, features]``; of ``lm_head`` those of the tokens ``drawing``.
 
         Raises:
-            DiffError: an operation did not run for every token.
+            UserError: an operation did not run for every token.
         """
         outputs = {}
         for operation in expected:
@@ -321,7 +321,7 @@ class Recorder:
             rows = torch.cat([rows for rows, _ in parts]) if parts else torch.empty(0, dtype=torch.int64)
             tokens = drawing if operation.name == "lm_head" else torch.arange(self._tokens)
             if not torch.isin(tokens, rows).all():
-                raise DiffError(
+                raise UserError(
                     f"{operation} of the rollout ran for {len(rows.unique())} of {len(tokens)} tokens, so the "
                     "recording is incomplete; use a decoder of a supported type."
                 )
@@ -373,7 +373,7 @@ def generate(llm: Any, request: Request) -> Recording:
     """Sample responses, or repeat those of ``request``; the recording has no operations yet.
 
     Raises:
-        DiffError: the engine did not repeat the given responses.
+        UserError: the engine did not repeat the given responses.
     """
     from vllm import SamplingParams
 
@@ -392,7 +392,7 @@ def generate(llm: Any, request: Request) -> Recording:
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in request.prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]
     if repeated is not None and responses != repeated:
-        raise DiffError("the recorded rollout did not repeat the given tokens; this is a defect of jetrl diff.")
+        raise UserError("the recorded rollout did not repeat the given tokens; this is a defect of jetrl diff.")
     log_probs = torch.tensor(
         [
             entry[token].logprob
@@ -408,7 +408,7 @@ def run(request: Request) -> Recording:
     """Start the engine, give it its weights, sample or repeat.
 
     Raises:
-        DiffError: the model has operations that cannot be recorded.
+        UserError: the model has operations that cannot be recorded.
     """
     llm, runner = start_engine(request)
     if request.responses is None:
@@ -418,7 +418,7 @@ def run(request: Request) -> Recording:
         family = models.family(llm.llm_engine.model_config.hf_config)
     except models.UnsupportedLayer as error:
         words = {"what": f"the model {request.model}", "scope": "jetrl diff", "why": str(error)}
-        raise DiffError(refusal("model_of_a_command", **words)) from None
+        raise UserError(refusal("model_of_a_command", **words)) from None
     shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
     kv_cache = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
     recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache)
@@ -431,13 +431,13 @@ def run(request: Request) -> Recording:
 
 
 def main(path: str) -> None:
-    """Entry of the program; ``path`` is a request as JSON. A ``DiffError``'s message is written next to ``out``."""
+    """Entry of the program; ``path`` is a request as JSON. A ``UserError``'s message is written next to ``out``."""
     # With the scheduler in another process the model could not be reached.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     request = Request(**json.loads(Path(path).read_text()))
     try:
         run(request).save(request.out)
-    except DiffError as error:
+    except UserError as error:
         Path(request.out).with_suffix(".error").write_text(str(error))
         sys.exit(1)
 

@@ -21,9 +21,7 @@ from rich.console import Console
 from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import PRECISIONS
-from jetrl_verl.config.support.row import UnsupportedConfiguration
-from jetrl_verl.inputs import reading, writing
-from jetrl_verl.tools.diff import DiffError
+from jetrl_verl.inputs import UserError, reading, writing
 from jetrl_verl.tools.diff.prompts import Prompts, read_prompts
 from jetrl_verl.tools.diff.recording import Recording, Request
 from jetrl_verl.tools.launch import compose, precision_word, quote
@@ -32,7 +30,7 @@ from jetrl_verl.tools.provenance import provenance
 
 @dataclass(frozen=True)
 class DiffOptions:
-    """What to compare. Raises ``DiffError`` for a wrong precision.
+    """What to compare. Raises ``UserError`` for a wrong precision.
 
     Attributes:
         model: Hugging Face folder. prompts: file, None for the built-in ones. limit: number of prompts.
@@ -54,11 +52,11 @@ class DiffOptions:
     def __post_init__(self) -> None:
         for precision in self.precisions:
             if precision not in PRECISIONS:
-                raise DiffError(f"precision={precision} is not a precision; use one of {', '.join(PRECISIONS)}.")
+                raise UserError(f"precision={precision} is not a precision; use one of {', '.join(PRECISIONS)}.")
         if not self.precisions:
-            raise DiffError("no precision was named; use --precision jet_fp8_exact.")
+            raise UserError("no precision was named; use --precision jet_fp8_exact.")
         if word := precision_word(self.overrides):
-            raise DiffError(f"{word} would leave the report named after another precision; choose it with --precision.")
+            raise UserError(f"{word} would leave the report named after another precision; choose it with --precision.")
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     """The engine that a run with ``precision`` would start for the model in folder ``model``, on one GPU.
 
     Raises:
-        DiffError: verl's configuration does not compose, or the precision does not support the model.
+        UserError: verl's configuration does not compose, or the precision does not support the model.
     """
     from omegaconf import OmegaConf
 
@@ -87,19 +85,16 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
     ]
     config = compose([*words, *overrides])
-    try:
-        rollout = config.actor_rollout_ref.rollout
-        user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
-        job = None if config.get("jetrl") is None else Job.of(OmegaConf.to_container(config.jetrl))
-        if job is not None:
-            user = vllm_arguments(job, user)
-            check_model(job, read_model(str(model.absolute())))
-    except UnsupportedConfiguration as error:
-        raise DiffError(str(error)) from None
+    rollout = config.actor_rollout_ref.rollout
+    user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
+    job = None if config.get("jetrl") is None else Job.of(OmegaConf.to_container(config.jetrl))
+    if job is not None:
+        user = vllm_arguments(job, user)
+        check_model(job, read_model(str(model.absolute())))
     if rollout.tensor_model_parallel_size != 1:
-        raise DiffError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
+        raise UserError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
     graphs = user.pop("compilation_config", None) or {}
-    with reading(f"compilation_config={graphs}", "setting of vLLM", "Set a mapping", DiffError):
+    with reading(f"compilation_config={graphs}", "setting of vLLM", "Set a mapping"):
         graphs = json.loads(graphs) if isinstance(graphs, str) else dict(graphs)
     if rollout.cudagraph_capture_sizes:
         graphs["cudagraph_capture_sizes"] = list(rollout.cudagraph_capture_sizes)
@@ -132,7 +127,7 @@ def run_engine(request: Request, folder: Path, name: str, cuda: bool) -> Recordi
     """The recording of ``request``, from a process of its own that logs to ``folder/<name>.log``.
 
     Raises:
-        DiffError: the process failed.
+        UserError: the process failed.
     """
     with tempfile.TemporaryDirectory(prefix="jetrl-diff-") as scratch:
         file, log = Path(scratch) / "request.json", folder / f"{name}.log"
@@ -144,8 +139,8 @@ def run_engine(request: Request, folder: Path, name: str, cuda: bool) -> Recordi
         if status:
             reason = Path(request.out).with_suffix(".error")
             if reason.is_file():
-                raise DiffError(reason.read_text())
-            raise DiffError(f"the rollout engine ended with status {status}; its log is {log}.")
+                raise UserError(reason.read_text())
+            raise UserError(f"the rollout engine ended with status {status}; its log is {log}.")
         return Recording.load(request.out)
 
 
@@ -168,12 +163,12 @@ def _one(
     cuda = torch.cuda.is_available()
     settings = compose_engine(options.model, precision, options.overrides)
     if settings.job is not None and (why := gpu_complaint(answer_here(), {"GPU": int(cuda)}, settings.job)):
-        raise DiffError(f"{why}.")
+        raise UserError(f"{why}.")
     arguments = settings.arguments
     needed = max(map(len, prompts.ids)) + (options.response if stopped is None else len(stopped.response))
     arguments["max_model_len"] = arguments["max_model_len"] or needed
     if needed > min(arguments["max_model_len"], prompts.positions):
-        raise DiffError(
+        raise UserError(
             f"the longest prompt and --response {options.response} need {needed} positions and the model has "
             f"{min(arguments['max_model_len'], prompts.positions)}; use shorter prompts or a smaller --response."
         )
@@ -230,7 +225,7 @@ def _one(
 
 def _stopped(options: DiffOptions) -> tuple[DiffOptions, Difference]:
     """``options`` of the run that has saved ``options.sequence``, and that sequence."""
-    with reading(options.sequence, "sequence of a stopped run", "Name the sequence.json that it printed", DiffError):
+    with reading(options.sequence, "sequence of a stopped run", "Name the sequence.json that it printed"):
         stopped = Difference.load(options.sequence)
     words = tuple(f"jetrl.{name}={value}" for name, value in stopped.options.items())
     return replace(options, temperature=stopped.temperature, overrides=(*words, *options.overrides)), stopped
@@ -240,7 +235,7 @@ def run_diff(options: DiffOptions, console: Console) -> int:
     """Compare every precision; 0 if all log-probabilities are equal in all 32 bits, else 1.
 
     Raises:
-        DiffError: a comparison is not possible.
+        UserError: a comparison is not possible.
     """
     stopped = None
     if options.sequence is not None:
@@ -249,7 +244,7 @@ def run_diff(options: DiffOptions, console: Console) -> int:
     if stopped is not None:
         prompts = replace(prompts, ids=[stopped.prompt])
     for name in options.precisions:
-        with writing(options.out, "--out", DiffError):
+        with writing(options.out, "--out"):
             (options.out / name).mkdir(parents=True, exist_ok=True)
     summaries = [_one(options, name, prompts, stopped, options.out / name, console) for name in options.precisions]
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}

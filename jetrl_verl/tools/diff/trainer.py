@@ -19,13 +19,12 @@ import torch
 
 from jetrl_verl import kernels, models
 from jetrl_verl.config.job import Job
-from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import model_refusal, refusal
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice, in_layer, operations
 from jetrl_verl.tools.diff.recording import Recording
 
@@ -82,7 +81,7 @@ class Trainer:
         temperature: of the sampling.
 
     Raises:
-        DiffError: the precision does not support this model.
+        UserError: the precision does not support this model.
     """
 
     def __init__(
@@ -115,10 +114,8 @@ class Trainer:
         except models.Unsupported as error:
             if job is None:
                 words = {"what": f"the model {folder}", "scope": "jetrl diff", "why": str(error)}
-                raise DiffError(refusal("model_of_a_command", **words)) from None
-            raise DiffError(model_refusal(error, str(folder), job.options.precision)) from None
-        except UnsupportedConfiguration as error:
-            raise DiffError(str(error)) from None
+                raise UserError(refusal("model_of_a_command", **words)) from None
+            raise UserError(model_refusal(error, str(folder), job.options.precision)) from None
         head = model.get_output_embeddings()
         # verl's own engine leaves a padded vocabulary unmasked.
         if job is not None and head.weight.shape[0] > vocabulary:

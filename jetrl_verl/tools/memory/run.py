@@ -19,9 +19,10 @@ from jetrl_verl.config.support.operations import NOTE_ROWS
 from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED
 from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.tools import ToolError, launch
+from jetrl_verl.tools import launch
 from jetrl_verl.tools.launch import precision_word
 from jetrl_verl.tools.memory.shapes import Model, find_config, model_of
 from jetrl_verl.tools.memory.terms import (
@@ -52,14 +53,14 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     if script is not None:
         words = words_of_script(script, words)
     if not words:
-        raise ToolError("there is no job. Pass --script FILE, --model NAME, or verl's overrides after `--`.")
+        raise UserError("there is no job. Pass --script FILE, --model NAME, or verl's overrides after `--`.")
     config = compose(words)
     get = reader(config)
     check_numbers(get)
     gpus, tp, name = gpus_of(get), get(f"{ROLLOUT}.tensor_model_parallel_size"), str(get(f"{MODEL}.path"))
     kv_cache = get("jetrl.kv_cache")
     if gpus % tp:
-        raise ToolError(f"{gpus} GPUs hold no replicas of TP {tp}. Set a tensor_model_parallel_size that divides them.")
+        raise UserError(f"{gpus} GPUs hold no replicas of TP {tp}. Set a tensor_model_parallel_size that divides them.")
     model = model_of(name, find_config(name), tp)
     costs = costs_of(config, model, tp)
     effects = {effect for effect, _ in costs}
@@ -109,7 +110,7 @@ def words_of_script(script: Path, arguments: Sequence[str] = ()) -> list[str]:
         recorded = words.read_text(errors="replace").split("\0")[:-1] if words.is_file() else []
     if recorded[:1] != ["-m"]:
         why = " ".join(run.stderr.decode(errors="replace").strip().splitlines()[-1:])
-        raise ToolError(f"{script} starts no trainer of verl with $PYTHON ({why}). Pass its overrides after `--`.")
+        raise UserError(f"{script} starts no trainer of verl with $PYTHON ({why}). Pass its overrides after `--`.")
     return recorded[2:]
 
 

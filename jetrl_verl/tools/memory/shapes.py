@@ -10,11 +10,10 @@ from typing import Any
 from jetrl_verl.config.model import read_model
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
-from jetrl_verl.inputs import reading
+from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.tools import ToolError
 
 _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -91,7 +90,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         decoder = family(config)
     except UnsupportedLayer as error:
         words = {"what": f"the model {name}", "scope": "jetrl memory", "why": str(error)}
-        raise ToolError(refusal("model_of_a_command", **words)) from None
+        raise UserError(refusal("model_of_a_command", **words)) from None
     try:
         fits = {piece for piece, plan in plan_linears(config, tp, unfit_layers="skip").items() if plan.quantized}
     except UnsupportedLayer:
@@ -126,7 +125,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
 def find_config(name: str) -> Mapping[str, Any]:
     """Configuration of a model folder, or of a known name with or without its owner; ``-base`` and ``-instruct`` have
     the sizes of their model."""
-    with reading(name, "name of a model", "Set a local folder", ToolError):
+    with reading(name, "name of a model", "Set a local folder"):
         exists = Path(name).expanduser().exists()
     if exists:
         return read_model(str(Path(name).expanduser().absolute())).config
@@ -134,5 +133,5 @@ def find_config(name: str) -> Mapping[str, Any]:
     for suffix in ("-base", "-instruct", "-thinking"):
         short = short.removesuffix(suffix)
     if short not in KNOWN:
-        raise ToolError(f"the model {name} is not known here. Set a local folder, or one of {', '.join(KNOWN)}.")
+        raise UserError(f"the model {name} is not known here. Set a local folder, or one of {', '.join(KNOWN)}.")
     return KNOWN[short]

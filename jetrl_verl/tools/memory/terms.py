@@ -9,8 +9,8 @@ from typing import NamedTuple
 from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
 from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
+from jetrl_verl.inputs import UserError
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
-from jetrl_verl.tools import ToolError
 from jetrl_verl.tools.memory.shapes import Model
 
 GIB = 2**30
@@ -178,14 +178,14 @@ _SIZES = (
 
 
 def check_numbers(get: Get) -> None:
-    """Raise ``ToolError`` for a setting of a job that is read here and is not a number above 0."""
+    """Raise ``UserError`` for a setting of a job that is read here and is not a number above 0."""
     for key in (*_COUNTS, *_OPTIONAL_COUNTS, *_SIZES):
         value = get(key)
         if key in _OPTIONAL_COUNTS and value in (None, -1):
             continue
         if not isinstance(value, (int, float) if key in _SIZES else int) or not 0 < value < math.inf:
             what = "number" if key in _SIZES else "whole number"
-            raise ToolError(f"{key}={value} is no {what} above 0, so nothing can be counted with it. Set one.")
+            raise UserError(f"{key}={value} is no {what} above 0, so nothing can be counted with it. Set one.")
 
 
 def gpus_of(get: Get) -> int:

@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from jetrl_verl import kernels
 from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.cli import app
+from jetrl_verl.inputs import UserError
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.tools.diff import DiffError, rollout, run
+from jetrl_verl.tools.diff import rollout, run
 from jetrl_verl.tools.diff.attribution import attribute
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import KINDS, Operation
@@ -211,7 +212,7 @@ def test_a_nondeterministic_operation_ends_the_comparison(exact, trainer, planti
         return (flipped(args[0], 5, next(calls)),)  # another element in every forward
 
     planting.callback(down.register_forward_pre_hook(drift, prepend=True).remove)
-    with pytest.raises(DiffError, match="layer 0 activation does not give the same bits twice"):
+    with pytest.raises(UserError, match="layer 0 activation does not give the same bits twice"):
         attribute(trainer, exact[3][1])
 
 
@@ -330,6 +331,6 @@ def test_an_invalid_comparison_is_one_sentence_and_status_2(policy, tmp_path, ar
 
 def test_a_dead_engine_is_an_error_with_its_log(exact, tmp_path, monkeypatch):
     monkeypatch.setattr(run.sys, "executable", "false")
-    with pytest.raises(DiffError, match="the rollout engine ended with status 1; its log is .*engine.log"):
+    with pytest.raises(UserError, match="the rollout engine ended with status 1; its log is .*engine.log"):
         run.run_engine(exact[2][0], tmp_path, "engine", False)
     assert (tmp_path / "engine.log").is_file()

@@ -13,9 +13,9 @@ from transformers import Qwen3Config
 from jetrl_verl.algorithms.invariant_scaling import fold, fold_missing
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models import family
 from jetrl_verl.tools.demo.policy import build_tokenizer
-from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.measures import Mismatch, Spread, ulps
 from jetrl_verl.tools.diff.operations import KIND_OF, KINDS, Operation, operations
 from jetrl_verl.tools.diff.prompts import BUILT_IN, read_prompts
@@ -132,7 +132,7 @@ def test_prompts_of_every_form(folder):
 )
 def test_unreadable_prompts_are_refused(folder, name, text, sentence):
     (folder / name).write_text(text)
-    with pytest.raises(DiffError) as refusal:
+    with pytest.raises(UserError) as refusal:
         read_prompts(folder, folder / name, 4)
     assert sentence in str(refusal.value)
 
@@ -147,7 +147,7 @@ def test_only_chat_messages_need_a_template(folder):
     tokenizer.save_pretrained(folder)
     messages = [[{"role": "user", "content": "1+2"}]]
     pyarrow.parquet.write_table(pyarrow.table({"prompt": messages}), folder / "a.parquet")
-    with pytest.raises(DiffError, match=r"no chat template for chat messages; give --prompts lines of text \(.txt\)"):
+    with pytest.raises(UserError, match=r"no chat template for chat messages; give --prompts lines of text \(.txt\)"):
         read_prompts(folder, folder / "a.parquet", 4)
     (folder / "a.txt").write_text("1+2")
     assert read_prompts(folder, folder / "a.txt", 4).ids == [tokenizer.encode("1+2")]
@@ -155,7 +155,7 @@ def test_only_chat_messages_need_a_template(folder):
 
 def test_only_text_needs_a_tokenizer(tmp_path):
     Qwen3Config(vocab_size=64).save_pretrained(tmp_path)
-    with pytest.raises(DiffError, match="the model folder has no tokenizer; give --prompts a .jsonl"):
+    with pytest.raises(UserError, match="the model folder has no tokenizer; give --prompts a .jsonl"):
         read_prompts(tmp_path, None, 4)
     (tmp_path / "ids.jsonl").write_text('{"prompt_token_ids": [1, 2]}')
     assert read_prompts(tmp_path, tmp_path / "ids.jsonl", 4).vocabulary == 64

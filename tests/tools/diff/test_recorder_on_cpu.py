@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models import family
-from jetrl_verl.tools.diff import DiffError
 from jetrl_verl.tools.diff.operations import Operation, operations
 from jetrl_verl.tools.diff.recording import Recording
 from jetrl_verl.tools.diff.rollout import Recorder
@@ -243,7 +243,7 @@ def test_an_unknown_operation_between_two_others_is_an_error():
     def scale(runner):
         runner.model.model.layers[1].between = lambda x: x * 1.5
 
-    with pytest.raises(DiffError, match="the input of layer 1 post_norm in the rollout is not the output of the op"):
+    with pytest.raises(UserError, match="the input of layer 1 post_norm in the rollout is not the output of the op"):
         recorded(True, change=scale)
 
 
@@ -251,13 +251,13 @@ def test_rows_off_the_schedulers_layout_are_an_error():
     def swap(runner):
         runner.sequences = SEQUENCES | {"x-5": [8, 9, 7, 1, 3]}
 
-    with pytest.raises(DiffError, match="does not have the layout of its scheduler"):
+    with pytest.raises(UserError, match="does not have the layout of its scheduler"):
         recorded(True, change=swap)
 
 
 def test_a_token_that_never_ran_is_an_error():
     _, recorder, recording = recorded(True, steps=STEPS[:-1])
-    with pytest.raises(DiffError, match="embedding of the rollout ran for 11 of 12 tokens"):
+    with pytest.raises(UserError, match="embedding of the rollout ran for 11 of 12 tokens"):
         recorder.outputs(recording.drawing, operations(QWEN3, LAYERS)[:-1])
 
 

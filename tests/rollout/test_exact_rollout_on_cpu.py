@@ -80,7 +80,8 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     mixture = "fp8" if models.family(model.config).experts else None
     stated = stated_operations(device, operations, kv_cache, mixture=mixture)
     probe = formats.get("fp8").probe(device, RULE)
-    share_operations(model)
+    if operations == "shared":
+        share_operations(model)
     mask_unused_vocabulary(model, TOKENS)
     facts = dict(operations=stated, constants=stated_constants(model))
     return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts))

@@ -74,6 +74,7 @@ def receive(folder, monkeypatch, cpu_platform):
     received = []
     parent = module.vLLMColocateWorkerExtension
     monkeypatch.setattr(parent, "update_weights_from_ipc", lambda self, **options: received.append(self))
+    monkeypatch.setattr(module, "live_constants", lambda *of: {})
 
     def run(job: Job, ranks: int, *passes: str, quantized: bool = True) -> int:
         config = config_of(folder, vllm_arguments(job, None), ranks)

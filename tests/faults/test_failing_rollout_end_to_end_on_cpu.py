@@ -8,7 +8,7 @@ from run_faults import Chain
 
 from jetrl_verl.config.support.table import refusal
 
-SECONDS = 30.0
+SECONDS, SECONDS_OF_A_REFUSAL = 30.0, 10.0
 """From the failure to the end of the driver."""
 
 
@@ -36,5 +36,5 @@ def test_what_a_worker_refuses_as_it_starts_is_the_last_line(tmp_path):
     fault = Fault("refuse", "rollout", "sync", 0, str(tmp_path))
     outcome = Chain(tmp_path / "runs", "jet_fp8_exact", 60.0, "cpu", 1).run("refusal", 1, fault)
     (log,) = (tmp_path / "runs").rglob("run.log")
-    assert outcome.status == 1 and outcome.seconds < SECONDS and not outcome.left, outcome
+    assert outcome.status == 1 and outcome.seconds < SECONDS_OF_A_REFUSAL and not outcome.left, outcome
     assert log.read_text().rstrip().splitlines()[-1] == f"jetrl_verl: {refusal('operation_replaced_in_vllm')}"

@@ -9,18 +9,13 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from .installed import installed_version, on_cpu
 from .model import check_attention, overrides_of_trainer, read_model, trained_models
 from .support.row import Get, UnsupportedConfiguration
-from .support.scopes import ACTOR, CRITIC_MODEL, MODEL, ULYSSES, ULYSSES_OF_THE_CRITIC
+from .support.scopes import ACTOR, CRITIC_MODEL, MODEL, ULYSSES, ULYSSES_OF_THE_CRITIC, attention_key
 from .support.table import refuse
 
 FLASH_ATTENTION = "flash_attention_2"
 """verl's default, for an ``override_config`` that names no attention."""
 
 _ULYSSES = {MODEL: ULYSSES, CRITIC_MODEL: ULYSSES_OF_THE_CRITIC}
-
-
-def attention_key(node: str) -> str:
-    """The key that names the attention of the model at ``node``."""
-    return f"{node}.override_config.attn_implementation"
 
 
 def attention_of(get: Get, node: str) -> str | None:

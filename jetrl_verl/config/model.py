@@ -27,6 +27,7 @@ from .support.scopes import (
     ULYSSES,
     ULYSSES_OF_THE_CRITIC,
     VLLM,
+    attention_key,
 )
 from .support.table import explained, refusal, refuse
 from .vllm_plugins import replacements
@@ -222,7 +223,7 @@ def check_models(job: "Job", get: Get) -> None:
         if get(f"{MODEL}.use_fused_kernels"):
             check_vocabulary(model, get(f"{MODEL}.tokenizer_path"))
     ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
-    varlen = get(f"{CRITIC_MODEL}.override_config.attn_implementation") == JETRL_ATTENTION
+    varlen = get(attention_key(CRITIC_MODEL)) == JETRL_ATTENTION
     varlen = varlen and CRITIC_MODEL in trained_models(get)
     if not (ulysses or varlen or job.quantizes("critic")):
         return
@@ -328,7 +329,7 @@ def check_attention(model: ModelFiles, node: str = MODEL) -> None:
     from jetrl_verl.models import family
     from jetrl_verl.models.families.base import read
 
-    remedy = "" if node == MODEL else f"Set {node}.override_config.attn_implementation=sdpa"
+    remedy = "" if node == MODEL else f"Set {attention_key(node)}=sdpa"
     decoder = family(model.config)
     if decoder.slides(model.config):
         refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,", remedy=remedy)

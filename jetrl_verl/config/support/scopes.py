@@ -9,6 +9,12 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Scope, shown
 
+
+def attention_key(node: str) -> str:
+    """The key that names the attention of the trainer's model at ``node``."""
+    return f"{node}.override_config.attn_implementation"
+
+
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -18,7 +24,7 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS = f"{POLICY_LOSS}.loss_mode"
-ATTENTION = f"{MODEL}.override_config.attn_implementation"
+ATTENTION = attention_key(MODEL)
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
 

@@ -90,10 +90,10 @@ def test_this_environment_is_the_pinned_one():
     ("package", "version", "works_with"),
     [
         ("verl", "0.9.0", "verl 0.9.1"),
-        ("vllm", "0.23.1", "vllm 0.24.0"),
-        ("torch", "2.12.0+cu130", "torch 2.11"),
-        ("transformers", "5.10.1", "transformers 5.9"),
-        ("vllm", "unknown", "vllm 0.24.0"),
+        ("vllm", "0.23.1", "vllm 0.24.0 or 0.29.0"),
+        ("torch", "2.12.0+cu130", "torch 2.11 or 2.13"),
+        ("transformers", "5.11.1", "transformers 5.9 or 5.10"),
+        ("vllm", "unknown", "vllm 0.24.0 or 0.29.0"),
     ],
 )
 def test_another_version_is_refused_with_the_pinned_one(package, version, works_with):

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The numbers of the table: releases, GPUs, and the price of missing kernels."""
 
-RELEASES = {"verl": ("0.9.1",), "vllm": ("0.24.0",), "torch": ("2.11",), "transformers": ("5.9",)}
+from jetrl_verl.patches.patch import VERSIONS
+
+RELEASES = {**VERSIONS, "torch": ("2.11", "2.13"), "transformers": ("5.9", "5.10")}
 """Supported releases; a shorter one leaves the rest of the version free."""
 
 PINS = {package: " or ".join(releases) for package, releases in RELEASES.items()}

@@ -45,7 +45,7 @@ class SharedCPUAttention(_PagedAttention):
 
 class SharedCPUAttentionBackend(vllm.CPUAttentionBackend):
     get_impl_cls = staticmethod(lambda: SharedCPUAttention)
-    # vLLM 0.29's own kernel needs 32.
+    # The attention of newer vLLM needs pages of 32; ours takes 16.
     get_supported_kernel_block_sizes = staticmethod(lambda: [vllm.MultipleOf(UNIT_TOKENS)])
 
 

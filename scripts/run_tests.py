@@ -26,7 +26,6 @@ GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes")
 """Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
 PROCESSOR = (
     "tests/kernels/test_quotient_on_cpu.py",
-    "tests/kernels/test_reproducible_on_cpu.py",
     "tests/kernels/test_shared_operations_on_cpu.py",
     "tests/nn",
     "tests/reference",

@@ -19,7 +19,8 @@ from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import CPU_ALONE, Backends, implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
-from jetrl_verl.kernels.reproducible import (
+from jetrl_verl.kernels.views import as_type
+from jetrl_verl.reference.reproducible import (
     MANTISSA_BITS,
     exp,
     exponent_of,
@@ -28,7 +29,6 @@ from jetrl_verl.kernels.reproducible import (
     power_of_two,
     sum_of_fractions,
 )
-from jetrl_verl.kernels.views import as_type
 
 __all__ = [
     "HEAD_DIM",

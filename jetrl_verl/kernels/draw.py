@@ -25,8 +25,8 @@ from jetrl_verl.kernels.log_probs import (
     whole_rows,
 )
 from jetrl_verl.kernels.operator import operator, require_shape
-from jetrl_verl.kernels.reproducible import exp
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+from jetrl_verl.reference.reproducible import exp
 
 __all__ = ["draw_tokens", "drawn_log_probs"]
 

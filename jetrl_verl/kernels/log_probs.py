@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_shape
-from jetrl_verl.kernels.reproducible import exp, log, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.reference.reproducible import exp, log, sum_of_fractions
 
 __all__ = ["Normalized", "log_probs"]
 

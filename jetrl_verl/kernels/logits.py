@@ -19,8 +19,8 @@ from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
-from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
+from jetrl_verl.reference.reproducible import grid_bits, on_grid
 
 __all__ = ["gradient_dtype", "logits", "logits_backward"]
 

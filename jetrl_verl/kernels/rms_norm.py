@@ -20,11 +20,11 @@ from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bit
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
-from jetrl_verl.kernels.reproducible import grid_bits, on_grid
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference.reproducible import grid_bits, on_grid
 
 __all__ = ["add_rms_norm", "add_rms_norm_quantize_1x128", "rms_norm", "rms_norm_quantize_1x128"]
 

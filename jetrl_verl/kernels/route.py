@@ -14,8 +14,8 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator
-from jetrl_verl.kernels.reproducible import exp, sum_of_fractions
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+from jetrl_verl.reference.reproducible import exp, sum_of_fractions
 
 __all__ = ["route"]
 

@@ -5,8 +5,8 @@
 import pytest
 import torch
 
-from jetrl_verl.kernels.reproducible import exp, grid_bits, log, on_grid, sum_of_fractions
 from jetrl_verl.reference import BLOCK
+from jetrl_verl.reference.reproducible import exp, grid_bits, log, on_grid, sum_of_fractions
 
 
 def wide_rows(rows: int, columns: int) -> torch.Tensor:

@@ -17,6 +17,7 @@ MODULES = (
     "fork_on_cpu",
     "fsdp_on_cpu",
     "generation",
+    "hybrid_on_cpu",
     "log_probs",
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",

@@ -1,13 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes."""
+"""Patches of the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes, hybrid models."""
 
 import os
 
 import pytest
 import torch
 
-from jetrl_verl.patches import fork_on_cpu, fsdp_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
+from jetrl_verl.patches import (
+    fork_on_cpu,
+    fsdp_on_cpu,
+    hybrid_on_cpu,
+    process_group_on_cpu,
+    reloadable_weights_on_cpu,
+)
 
 
 @pytest.mark.parametrize(("requested", "used"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])
@@ -169,3 +175,25 @@ def test_engine_processes_fork_only_on_the_cpu_platform(monkeypatch, platform, m
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     system_utils._maybe_force_spawn()
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method
+
+
+@pytest.mark.skipif(not hybrid_on_cpu.COPY_STATES.applies, reason="of vLLM 0.24")
+def test_states_of_a_hybrid_are_copied_and_new_pages_are_zero_on_the_cpu():
+    from types import SimpleNamespace
+
+    from vllm.v1.worker import mamba_utils
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    for patch in hybrid_on_cpu.PATCHES:
+        patch.apply()
+    states = torch.arange(12.0).view(4, 3)
+    addresses = (torch.tensor([states[i].data_ptr() for i in rows], dtype=torch.uint64) for rows in ((0, 1), (2, 3)))
+    mamba_utils.batch_memcpy(*addresses, torch.tensor([12, 8], dtype=torch.int32))
+    assert states[2:].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 11.0]]
+
+    runner, pages = CPUModelRunner.__new__(CPUModelRunner), torch.full((3, 2), torch.nan)
+    layers = {"attention": SimpleNamespace(kv_cache=pages), "delta_net": SimpleNamespace(kv_cache=[states])}
+    runner.compilation_config = SimpleNamespace(static_forward_context=layers)
+    runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[n]) for n in layers])
+    runner._zero_block_ids([0, 2])
+    assert pages.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2] and states[0].tolist() == [0.0, 1.0, 2.0]

@@ -1,0 +1,52 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM 0.24 lacks two things of hybrid models on the CPU: copies of recurrent states, and zeroed pages.
+
+States, keys and values share one pool of pages.
+"""
+
+import ctypes
+from typing import Any
+
+import torch
+
+from jetrl_verl.patches.patch import Patch
+
+
+def batch_memcpy(stock, src_ptrs: torch.Tensor, dst_ptrs: torch.Tensor, sizes: torch.Tensor) -> None:
+    if src_ptrs.device.type != "cpu":
+        return stock(src_ptrs, dst_ptrs, sizes)
+    for source, target, size in zip(src_ptrs.tolist(), dst_ptrs.tolist(), sizes.tolist(), strict=True):
+        ctypes.memmove(target, source, size)
+
+
+COPY_STATES = Patch(
+    replaces="vllm.v1.worker.mamba_utils:batch_memcpy",
+    sha256={"0.24.0": "bb226b6bf7eddec321468257eb19ce29112af5a4118fc9984380c19798728444"},
+    by=batch_memcpy,
+    symptom="prefix caching of a hybrid model on the CPU fails with `'function' object is not subscriptable`",
+    upstream="vLLM 0.29 copies on the CPU",
+    until="vLLM 0.24 is not supported",
+    needed=True,
+)
+
+
+def _zero_block_ids(self: Any, block_ids: list[int]) -> None:
+    layers = self.compilation_config.static_forward_context
+    for group in self.kv_cache_config.kv_cache_groups:
+        for name in group.layer_names:
+            pages = layers[name].kv_cache
+            if isinstance(pages, torch.Tensor):  # keys and values; a layer with states has several tensors
+                pages[torch.tensor(block_ids)] = 0
+
+
+CLEAN_PAGES = Patch(
+    replaces="vllm.v1.worker.cpu_model_runner:CPUModelRunner._zero_block_ids",
+    sha256={"0.24.0": "57d1d66f026cbdf1cf481f55b253c1e4b72af440d98feca33aaf341c462c8009"},
+    by=_zero_block_ids,
+    symptom="stock attention of a hybrid model on the CPU returns NaN where a page has held a state",
+    upstream="vLLM 0.29 zeroes these pages",
+    until="vLLM 0.24 is not supported",
+    needed=True,
+)
+PATCHES = (COPY_STATES, CLEAN_PAGES)

@@ -18,7 +18,7 @@ PY  := $(or $(PYTHON),$(CURDIR)/$(VENV)/bin/python)
 RUN := $(if $(findstring /,$(PY)),PATH="$(abspath $(dir $(PY))):$$PATH" )$(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-e2e test-all test-gpu wheel upgrade-check lint format lock clean distclean
+.PHONY: help setup demo test test-e2e test-vllm test-all test-gpu wheel upgrade-check lint format lock clean distclean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,6 +41,9 @@ test: setup  ## every quick test that needs no GPU
 
 test-e2e: setup  ## whole jobs of verl and vLLM on the CPU
 	@$(RUN) scripts/run_tests.py --e2e $(ARGS)
+
+test-vllm: setup  ## test-e2e, and the tests of rollout, weight sync and patches: what another vLLM can break
+	@$(RUN) scripts/run_tests.py --vllm $(ARGS)
 
 test-all: setup  ## test, test-e2e, whole sweeps, every recipe and option, and a second instruction set
 	@$(RUN) scripts/run_tests.py --all $(ARGS)

@@ -4,6 +4,7 @@
 
     python scripts/run_tests.py [words for pytest]          make test: quick tests, CPU_PROCESSES at a time
     python scripts/run_tests.py --e2e [words for pytest]    make test-e2e: jobs of verl and vLLM, one after another
+    python scripts/run_tests.py --vllm [words for pytest]   make test-vllm: these jobs, and tests of what vLLM runs
     python scripts/run_tests.py --all [words for pytest]    make test-all: both, what is marked slow, NARROWEST
     JOBS=6 python scripts/run_tests.py --gpu [words]        make test-gpu: every JOBS-th test in each of JOBS processes
 
@@ -24,6 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes"), ("rollout",), ("tools",), ("train",))
 """Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
+OF_VLLM = (("rollout",), ("sync", "patches"))
+"""Folders of tests/ about what runs in vLLM: its layers, the weight sync with its contract check, and the patches."""
 PROCESSOR = (
     "tests/kernels/test_quotient_on_cpu.py",
     "tests/kernels/test_shared_operations_on_cpu.py",
@@ -81,17 +84,20 @@ class Process:
 
 
 def processes(mode: str, words: list[str]) -> list[Process]:
-    """The queue of a mode: ``quick``, ``e2e``, ``all`` or ``gpu``; together every test of the mode, once."""
+    """The queue of a mode: ``quick``, ``e2e``, ``vllm``, ``all`` or ``gpu``; every test of the mode, once."""
     if mode == "gpu":
         jobs = int(os.environ.get("JOBS", GPU_PROCESSES))
         return [
             Process(f"part_{i}_of_{jobs}", ["--gpu=only", f"--part={i}/{jobs}", *words]) for i in range(1, jobs + 1)
         ]
     words = ["--gpu=never", *words]
-    jobs = Process("e2e", ["--tests=e2e" if mode == "e2e" else "--tests=slow-e2e", *words, "tests"])
+    jobs = Process("e2e", ["--tests=slow-e2e" if mode == "all" else "--tests=e2e", *words, "tests"])
     if mode == "e2e":
         return [jobs]
-    tests = [f"--tests={'quick' if mode == 'quick' else 'no-e2e'}", *words]
+    tests = [f"--tests={'no-e2e' if mode == 'all' else 'quick'}", *words]
+    if mode == "vllm":
+        groups = (Process("_".join(group), [*tests, *(f"tests/{folder}" for folder in group)]) for group in OF_VLLM)
+        return [jobs, *groups]
     taken = [folder for group in GROUPS for folder in group]
     queue = [Process("_".join(group), [*tests, *(f"tests/{folder}" for folder in group)]) for group in GROUPS]
     queue.append(Process("others", [*tests, "tests", *(f"--ignore=tests/{folder}" for folder in taken)]))
@@ -145,7 +151,7 @@ def status_of(returned: set[int]) -> int:
 
 
 def main(words: list[str]) -> int:
-    mode = next((mode for mode in ("e2e", "all", "gpu") if f"--{mode}" in words), "quick")
+    mode = next((mode for mode in ("e2e", "vllm", "all", "gpu") if f"--{mode}" in words), "quick")
     words = [word for word in words if word != f"--{mode}"]
     if any((ROOT / word.partition("::")[0]).exists() for word in words if not word.startswith("-")):
         gpu = "only" if mode == "gpu" else "never"

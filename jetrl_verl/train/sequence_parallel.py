@@ -1,15 +1,19 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Ulysses sequence parallelism (arXiv 2309.14509) around the attention, over verl's process group.
+"""Ulysses sequence parallelism (arXiv 2309.14509) around attention and the delta rule, over verl's process group.
 
-A rank has a slice of the tokens for operations on rows, and a slice of the heads in attention: two exchanges a layer.
-Neither a row nor a head reads another, so every value has the bits that it has on one rank.
+A rank has a slice of the tokens for operations on rows, and a slice of the heads where tokens meet: two exchanges for
+attention, three for a delta net. Neither a row nor a head reads another, so every value has the bits of one rank.
 """
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
+from verl.utils.ulysses import (
+    get_ulysses_sequence_parallel_group,
+    get_ulysses_sequence_parallel_rank,
+    get_ulysses_sequence_parallel_world_size,
+)
 
 
 class _Exchange(torch.autograd.Function):
@@ -43,27 +47,39 @@ def whole(positions: torch.Tensor) -> torch.Tensor:
     return torch.cat(slices, dim=1)
 
 
-def by_heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _divided(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Heads ``[..., H, ...]`` at ``dim`` as ``[..., ranks, max(1, H / ranks), ...]``; ranks share them if H is less."""
+    copies = max(1, ranks() // x.shape[dim])
+    return (x.repeat_interleave(copies, dim) if copies > 1 else x).unflatten(dim, (ranks(), -1))
+
+
+def join_heads(*heads: torch.Tensor) -> torch.Tensor:
     """A slice of the heads of all tokens, from all heads of a slice of the tokens; one exchange.
 
     Args:
-        q: ``[T / ranks, H, D]``. k, v: ``[T / ranks, Hkv, D]``. ``ranks`` divides ``H``, and divides ``Hkv`` or is a
-            multiple of it; then ranks share key heads.
+        heads: ``[T / ranks, H, D]`` each, of one D and dtype. ``ranks`` divides ``H`` or is a multiple of it; then
+            ranks share heads.
 
     Returns:
-        ``[T, H / ranks, D]`` and two of ``[T, max(1, Hkv / ranks), D]``, each query head with its key head.
+        ``[T, h, D]``, the rank's ``max(1, H / ranks)`` heads of each, one after the other. A rank has the key heads of
+        its query or value heads.
     """
-    split = ranks()
-    if split == 1:
-        return q, k, v
-    copies = max(1, split // k.shape[1])
-    k, v = (x.repeat_interleave(copies, dim=1) if copies > 1 else x for x in (k, v))
     # [tokens, ranks, heads of the rank, D], contiguous per rank.
-    parts = [x.unflatten(1, (split, -1)) for x in (q, k, v)]
-    heads = [part.shape[2] for part in parts]
-    sent = torch.cat(parts, dim=2).transpose(0, 1)
+    sent = torch.cat([_divided(x, 1) for x in heads], dim=2).transpose(0, 1)
     # Slices of tokens arrive in the order of ranks.
-    return _Exchange.apply(sent, get_ulysses_sequence_parallel_group()).flatten(0, 1).split(heads, dim=1)
+    return _Exchange.apply(sent, get_ulysses_sequence_parallel_group()).flatten(0, 1)
+
+
+def by_heads(*heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The heads of :func:`join_heads` apart: ``[T, max(1, H / ranks), D]`` from ``[T / ranks, H, D]`` each."""
+    if ranks() == 1:
+        return heads
+    return join_heads(*heads).split([max(1, x.shape[1] // ranks()) for x in heads], dim=1)
+
+
+def of_rank(heads: torch.Tensor) -> torch.Tensor:
+    """This rank's ``[max(1, H / ranks), ...]`` of a parameter ``[H, ...]``, the heads of :func:`join_heads`."""
+    return heads if ranks() == 1 else _divided(heads, 0)[get_ulysses_sequence_parallel_rank()]
 
 
 def by_tokens(out: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from jetrl_verl import formats, kernels, models
+from jetrl_verl.config.support.table import refuse
 from jetrl_verl.models.families.base import Experts, Family, leaf
 from jetrl_verl.models.modules import check_operations_of
 from jetrl_verl.nn.attention import AttentionCore
@@ -35,8 +36,20 @@ ATTENTION = "jetrl_shared"
 """``_attn_implementation``; transformers builds no mask for a name that its mask interface does not know."""
 
 
-def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: adds ``packing``, and ``position_ids`` if absent."""
+def _text_positions(positions: torch.Tensor) -> torch.Tensor:
+    """Position ids ``[B, T]``, from those or from mRoPE's ``[3 or 4, B, T]``, whose rows are equal for text."""
+    if positions.dim() == 2:
+        return positions
+    if not torch.equal(positions, positions[:1].expand_as(positions)):
+        refuse("images", what="a sample with positions of an image or video")
+    return positions[0]
+
+
+def _find_sequences(
+    decoder: nn.Module, inputs: tuple, arguments: dict[str, Any], *, whole: bool
+) -> tuple[tuple, dict[str, Any]]:
+    """Forward pre-hook of the decoder: adds ``packing``, and ``position_ids`` if absent. ``whole``: see
+    :func:`_slices_itself`."""
     if inputs:
         raise TypeError("shared operations: call the model with keyword arguments")
     if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
@@ -46,8 +59,9 @@ def _find_sequences(decoder: nn.Module, inputs: tuple, arguments: dict[str, Any]
     positions = arguments.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    positions = positions.expand(tokens.shape[:2])
-    packing = Packing.of(sequence_parallel.whole(positions), arguments.get("attention_mask"))
+    positions = _text_positions(positions).expand(tokens.shape[:2])
+    of_all_ranks = positions if whole else sequence_parallel.whole(positions)
+    packing = Packing.of(of_all_ranks, arguments.get("attention_mask"))
     return inputs, {
         **arguments,
         "use_cache": False,
@@ -94,7 +108,8 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixt
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``position_embeddings`` of the layers: table ``[P, D]`` and positions ``[B * T]``."""
+    """``position_embeddings`` of the layers: table ``[P, D]`` and positions ``[B * T]``; rows of mRoPE are equal."""
+    position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     # Not a buffer, since FSDP would cast it and its dtype is part of the contract.
     self.shared_table = self.shared_table.to(x.device)
     return self.shared_table, position_ids.flatten()
@@ -146,12 +161,25 @@ class TokenNumbers:
     kept_bytes: int = KEPT_BYTES
 
 
+_IMAGES = {"pixel_values", "pixel_values_videos"}
+"""Inputs of a vision tower."""
+
+
+def _slices_itself(model: nn.Module) -> bool:
+    """Whether verl gives the model all tokens under Ulysses, and its decoder slices them after the embedding."""
+    return hasattr(model.config, "vision_config")
+
+
 def _model_forward(
     self: nn.Module, *args: Any, token_numbers: TokenNumbers | None = None, **inputs: Any
 ) -> ModelOutput:
-    """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``."""
+    """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``; then a vision tower does not run."""
     if token_numbers is None:
         return type(self).forward(self, *args, **inputs)
+    if inputs.keys() & _IMAGES:
+        refuse("images", what="a sample with an image or video")
+    if _slices_itself(self):
+        inputs["inputs_embeds"] = self.get_input_embeddings()(inputs.pop("input_ids"))
     hidden_states = self.get_decoder()(*args, **inputs).last_hidden_state
     return CausalLMOutputWithPast(logits=self.get_output_embeddings()(hidden_states, token_numbers))
 
@@ -221,6 +249,8 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     model.forward = partial(_model_forward, model)
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
-    config._attn_implementation = ATTENTION
-    model.get_decoder().register_forward_pre_hook(_find_sequences, with_kwargs=True)
+    decoder = model.get_decoder()
+    decoder.config._attn_implementation = ATTENTION  # a vision tower keeps its own
+    find_sequences = partial(_find_sequences, whole=_slices_itself(model))
+    decoder.register_forward_pre_hook(find_sequences, with_kwargs=True)
     return dict(counts)

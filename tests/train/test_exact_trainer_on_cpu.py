@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
 
 from jetrl_verl import kernels
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.models import UnsupportedOperation
 from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
@@ -149,6 +150,20 @@ def test_a_sequence_has_one_result_in_every_batch(family):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         trained = model(**packed(sequences), use_cache=False).logits[0]
     assert trained.requires_grad and torch.equal(trained.detach(), torch.cat(alone))
+
+
+def test_positions_of_text_in_mrope_are_its_positions():
+    """verl's rows of a processor's sample: text, time, height and width; an image's differ."""
+    model, inputs = shared("qwen3"), packed(tokens())
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        positions = inputs.pop("position_ids").expand(4, 1, -1).clone()
+        assert torch.equal(model(**inputs, position_ids=positions).logits, expected)
+        positions[2, 0, -1] += 1
+        with pytest.raises(UnsupportedConfiguration, match="positions of an image or video is not supported with"):
+            model(**inputs, position_ids=positions)
+        with pytest.raises(UnsupportedConfiguration, match="an image or video is not supported with .* Set data.train"):
+            model(**inputs, pixel_values=None, token_numbers=True)
 
 
 def test_padding_is_never_read():

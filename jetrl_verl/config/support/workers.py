@@ -22,6 +22,12 @@ WORKER_ROWS: dict[str, Row] = {
         "it is not the one whose layout and sums the trainer has",
         scope=FP8_ROLLOUT,
     ),
+    "images": Row(
+        "samples with images or video",
+        "both sides compute the positions of text alone",
+        scope=SHARED,
+        instead="Set data.train_files and data.val_files to text, or precision=bf16",
+    ),
     # precision=bf16 has no check in the driver, and what a layer passes to its attention shows in a forward alone.
     "varlen_call": Row(
         "a call of this attention with a mask, cache, scores, direction or positions of its own, as under "

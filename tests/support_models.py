@@ -50,6 +50,18 @@ MIXTURE = {
     "moe_intermediate_size": 128,
     "mlp_only_layers": [],
 }
+HYBRID = {
+    "model_type": "qwen3_5",
+    "text_config": MODEL_CONFIG
+    | {
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}
 MODELS = {
     "quantized_checkpoint": {"quantization_config": {"quant_method": "fp8"}},
     "model_type": {"model_type": "mixtral"},
@@ -61,6 +73,9 @@ MODELS = {
     "expert_activation": MIXTURE | {"hidden_act": "gelu"},
     "experts_a_token": MIXTURE | {"num_experts_per_tok": 5},
     "expert_shape": MIXTURE | {"moe_intermediate_size": 192},
+    "hybrid": HYBRID,
+    "tied_in_one_part": HYBRID | {"tie_word_embeddings": True},
+    "delta_net_heads": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_num_value_heads": 3}},
     "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
     "head_dim": {"head_dim": 64},
     "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},

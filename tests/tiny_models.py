@@ -15,6 +15,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -31,16 +33,41 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
+HYBRIDS = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration)}
+"""Families with delta nets, which the tests of shared operations do not cover."""
 OWN_FIELDS = {
     # A rollout has no dropout; this family's default has.
     "seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0),
     "qwen3_moe": dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True),
+    "qwen3_5": dict(
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        mamba_ssm_dtype="float32",
+        rope_parameters=dict(
+            rope_type="default",
+            rope_theta=1e7,
+            partial_rotary_factor=0.25,
+            mrope_section=[11, 11, 10],
+            mrope_interleaved=True,
+        ),
+    ),
 }
 """Fields of one family."""
+TINY_TOWER = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=2, num_position_embeddings=64)
+"""A vision tower, which text does not use."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    """Configuration of two layers, two heads of 128 over one key/value head; ``changes`` override single fields."""
+    """Configuration of two layers, two heads of 128 over one key/value head, for a hybrid of two linear layers and one
+    full one; ``changes`` override single fields.
+
+    vLLM's CPU engine runs a hybrid with ``language_model_only=True, block_size=64, max_num_batched_tokens=64``.
+    """
     fields = dict(
         vocab_size=64,
         hidden_size=256,
@@ -52,13 +79,18 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
         max_position_embeddings=128,
         tie_word_embeddings=False,
     )
-    return FAMILIES[family][0](**(fields | OWN_FIELDS.get(family, {}) | changes))
+    fields |= OWN_FIELDS.get(family, {}) | changes
+    if family not in HYBRIDS:
+        return FAMILIES[family][0](**fields)
+    tower = TINY_TOWER | {"out_hidden_size": fields["hidden_size"]}
+    tied = fields["tie_word_embeddings"]
+    return HYBRIDS[family][0](text_config=fields, vision_config=tower, tie_word_embeddings=tied)
 
 
 def tiny_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """FP32 model of :func:`tiny_config`. Biases are random: all are zero in transformers, which would hide a swap."""
     torch.manual_seed(seed)
-    model = FAMILIES[family][1](tiny_config(family, **changes))
+    model = (FAMILIES | HYBRIDS)[family][1](tiny_config(family, **changes))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -78,7 +110,7 @@ def with_preferences(model):
 
 
 def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> Path:
-    """Save a two-layer BF16 decoder of :func:`with_preferences` and the demo's tokenizer.
+    """Save a BF16 decoder of :func:`with_preferences` and the demo's tokenizer.
 
     Args:
         padding: entries of the vocabulary without a token. changes: of :func:`tiny_model`.

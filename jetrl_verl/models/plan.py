@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import FLOW, UNQUANTIZED, traits_of
 from jetrl_verl.models.families import family
-from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, check_vllm_fields, place, read
+from jetrl_verl.models.families.base import Family, Shape, UnsupportedLayer, check_vllm_fields, place
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,8 @@ def _largest(decoder: Family, hf_config: Any, tp: int, block: int | None) -> int
     """The largest divisor of ``tp`` below it at which the heads and, if quantized in blocks, all layers fit."""
     for size in (size for size in range(tp - 1, 0, -1) if tp % size == 0):
         shapes = decoder.shapes(hf_config, size)
-        fits = block is None or not _unfit(shapes, decoder.projections, size, block)
+        names = [name for linear in decoder.linears if not linear.bf16 for name in linear.pieces]
+        fits = block is None or not _unfit(shapes, names, size, block)
         if fits and decoder.divides_heads(hf_config, size):
             return size
     return None
@@ -80,7 +81,8 @@ def plan_linears(
         format_name: a number format, or ``UNQUANTIZED`` for no quantized layer.
 
     Returns:
-        suffix -> plan: q, k, v, o, gate, up, down; for a mixture q, k, v, o and its experts' parameters.
+        suffix -> plan: q, k, v, o, gate, up, down; for a mixture q, k, v, o and its experts' parameters. If layers are
+        of several kinds, the projections of all.
 
     Raises:
         UnsupportedLayer: unknown architecture; heads that do not divide by ``tp``; a shape that does not fit, under
@@ -90,12 +92,10 @@ def plan_linears(
     decoder.check(hf_config)
     check_vllm_fields(hf_config)
     if not decoder.divides_heads(hf_config, tp):
-        heads = read(hf_config, "num_attention_heads")
         largest = _largest(decoder, hf_config, tp, traits.block if traits and unfit_layers != "skip" else None)
         largest = largest or _largest(decoder, hf_config, tp, None)
         raise UnsupportedLayer(
-            f"its {heads} heads over {read(hf_config, 'num_key_value_heads', heads)} key heads are not divided by {tp} "
-            f"ranks of the rollout, as they are by {largest}",
+            f"its {decoder.heads_of(hf_config)} are not divided by {tp} ranks of the rollout, as they are by {largest}",
             "rollout_ranks_of_the_heads",
             largest,
         )
@@ -114,14 +114,14 @@ def plan_linears(
         return plans
     first = ""
     for linear in decoder.linears:
-        reason = _unfit(shapes, linear.pieces, tp, traits.block)
-        if reason and (linear.experts or unfit_layers != "skip"):
+        reason = "it is BF16 in every format" if linear.bf16 else _unfit(shapes, linear.pieces, tp, traits.block)
+        if reason and not linear.bf16 and (linear.experts or unfit_layers != "skip"):
             of = "expert" if linear.experts else "layer"
             largest = _largest(decoder, hf_config, tp, traits.block)
             if largest is None:
                 raise UnsupportedLayer(reason, f"{of}_shape")
             raise UnsupportedLayer(f"{reason}, as they are over {largest}", f"{of}_shard_shape", largest)
-        first = first or reason
+        first = first or ("" if linear.bf16 else reason)
         for name in linear.pieces:
             count = experts if linear.experts else 1
             number_format = UNQUANTIZED if reason else format_name

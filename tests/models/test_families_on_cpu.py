@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from tiny_models import FAMILIES, OWN_FIELDS, tiny_config
+from tiny_models import FAMILIES, HYBRIDS, OWN_FIELDS, tiny_config
 from torch import nn
 
 from jetrl_verl.models import Family, UnsupportedLayer, UnsupportedOperation, families, family, model_types
@@ -36,6 +36,8 @@ SEED_OSS_36B = {
     "tie_word_embeddings": False,
 }
 
+ALL = FAMILIES | HYBRIDS
+
 
 def of_type(model_type: str) -> Family:
     return family({"model_type": model_type})
@@ -43,40 +45,44 @@ def of_type(model_type: str) -> Family:
 
 def on_meta(model_type: str) -> nn.Module:
     with torch.device("meta"):
-        return FAMILIES[model_type][1](tiny_config(model_type))
+        return ALL[model_type][1](tiny_config(model_type))
 
 
 def test_every_family_has_a_tiny_model():
-    assert set(model_types()) == set(FAMILIES)
+    assert set(model_types()) == set(ALL)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ALL)
 def test_names_and_shapes_are_those_of_hugging_face(model_type):
     model, decoder = on_meta(model_type), of_type(model_type)
-    layers = model.get_submodule(decoder.layers)
     plans = plan_linears(model.config)
-    assert list(plans) == list(decoder.projections) and all(plan.quantized for plan in plans.values())
+    assert list(plans) == list(decoder.projections)
+    bf16 = {piece for linear in decoder.linears if linear.bf16 for piece in linear.pieces}
+    assert {name for name, plan in plans.items() if not plan.quantized} == bf16
     experts = {name: plan for name, plan in plans.items() if plan.experts > 1}
     assert bool(experts) == (decoder.experts is not None)
-    for layer in layers:
+    assert len(model.get_submodule(decoder.layers)) == model.config.get_text_config().num_hidden_layers
+    for layer, names in decoder.named_layers(model):
         modules = dict(layer.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
         assert {name: tuple(module.weight.shape) for name, module in linears.items()} == {
-            name: (plan.n, plan.k) for name, plan in plans.items() if name not in experts
+            name: (plans[name].n, plans[name].k) for name in names.projections if name not in experts
         }
         for name, plan in experts.items():
             assert tuple(layer.get_parameter(name).shape) == (plan.experts, plan.n, plan.k)
-        assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(
-            decoder.norms
-        )
-        assert set(decoder.parts) <= set(modules)
+        assert {name for name, module in modules.items() if type(module).__name__.endswith("Norm")} == set(names.norms)
+        assert set(names.parts) <= set(modules)
+        if (delta := names.delta_net) is not None:
+            assert {delta.a_log, delta.dt_bias} == set(dict(layer.named_parameters())) - {
+                f"{module}.weight" for module in modules
+            }
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", ALL)
 def test_merged_projections_are_those_of_vllm(model_type):
     from vllm.model_executor.models import ModelRegistry
 
-    architecture = FAMILIES[model_type][1].__name__
+    architecture = ALL[model_type][1].__name__
     merged = {
         leaf(linear.name): [leaf(piece) for piece in linear.pieces]
         for linear in of_type(model_type).linears
@@ -88,7 +94,7 @@ def test_merged_projections_are_those_of_vllm(model_type):
 
 def test_an_unknown_model_type_is_refused():
     with pytest.raises(
-        UnsupportedLayer, match="model_type 'gpt2' is none of llama, mistral, qwen2, qwen3, qwen3_moe, seed"
+        UnsupportedLayer, match="model_type 'gpt2' is none of llama, mistral, qwen2, qwen3, qwen3_5, qwen3_moe, seed"
     ):
         family({"model_type": "gpt2"})
     with pytest.raises(UnsupportedLayer, match="model_type 'unknown' is none of"):

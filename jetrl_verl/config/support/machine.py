@@ -154,6 +154,13 @@ MODEL_ROWS: dict[str, Row] = {
         "a mixture of experts whose tokens go to none, or to more than there are",
         instead="Set num_experts_per_tok of its config.json to a number of its experts",
     ),
+    # --- hybrids of delta nets and attention ---
+    "hybrid": Row("a hybrid of delta nets and attention, as Qwen3.5", "its layers do not run here yet"),
+    "tied_in_one_part": Row(
+        "a model with vision whose text_config has another tie_word_embeddings",
+        instead="Set both fields in config.json of a copy of the model to the same value",
+    ),
+    "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),
     # --- what the shared operations do not cover ---
     "another_decoder": Row("a decoder with other modules than its family's, or a bias on lm_head", scope=SHARED),
     "head_dim": Row("heads other than 128", scope=SHARED),

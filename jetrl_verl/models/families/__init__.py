@@ -7,7 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from jetrl_verl.models.families.base import Family, UnsupportedLayer, read
+from jetrl_verl.models.families.base import Family, UnsupportedLayer, read_whole
 
 
 @cache
@@ -27,7 +27,7 @@ def family(config: Any) -> Family:
     Raises:
         UnsupportedLayer: no family has its ``model_type``.
     """
-    model_type = read(config, "model_type", "unknown")
+    model_type = read_whole(config, "model_type", "unknown")
     if model_type not in _families():
         raise UnsupportedLayer(f"model_type {model_type!r} is none of {', '.join(sorted(model_types()))}", "model_type")
     return _families()[model_type]

@@ -8,8 +8,8 @@ module names a projection or a norm.
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from jetrl_verl import kernels
@@ -76,10 +76,15 @@ def leaf(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def read(config: Any, name: str, default: Any = None) -> Any:
+def read_whole(config: Any, name: str, default: Any = None) -> Any:
     """Field of a Hugging Face configuration, object or mapping; ``default`` if absent or None."""
     value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return default if value is None else value
+
+
+def read(config: Any, name: str, default: Any = None) -> Any:
+    """The same of its decoder: the part ``text_config`` of a model with vision."""
+    return read_whole(read_whole(config, "text_config", config), name, default)
 
 
 class Shape(NamedTuple):
@@ -101,6 +106,7 @@ class Linear:
         kind: metrics and reports group by it.
         row_parallel: tensor parallelism splits its input (K), otherwise its output (N).
         experts: it is a parameter ``[E, N, K]`` of a mixture's experts, not a module.
+        bf16: it is BF16 in every format; it has too few rows to quantize.
     """
 
     name: str
@@ -108,6 +114,7 @@ class Linear:
     kind: str
     row_parallel: bool = False
     experts: bool = False
+    bf16: bool = False
 
 
 class Handoff(NamedTuple):
@@ -116,7 +123,7 @@ class Handoff(NamedTuple):
     Attributes:
         source: the norm, same name on both sides, or vLLM's activation.
         readers: the trainer's modules. vllm_reader: vLLM's module.
-        routed: a router reads the BF16 rows as well, so they go along.
+        routed: a BF16 layer, such as a router, reads the rows as well, so they go along.
     """
 
     source: str
@@ -161,20 +168,69 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net in a decoder layer's first half; names are relative to the layer.
+
+    Attributes:
+        block: the layer's first half, same name on both sides.
+        qkv, z, b, a: the trainer's input projections. out: the output projection, same name on both sides.
+        conv, norm: the convolution and the gated norm before ``out``, same names on both sides.
+        a_log, dt_bias: parameters of the decay, same names on both sides.
+        qkvz, ba: vLLM's merged input projections.
+        key_heads, value_heads, key_dim, value_dim, width: fields of the configuration with numbers and features of its
+            heads, and taps of the convolution.
+    """
+
+    block: str = "linear_attn"
+    qkv: str = "linear_attn.in_proj_qkv"
+    z: str = "linear_attn.in_proj_z"
+    b: str = "linear_attn.in_proj_b"
+    a: str = "linear_attn.in_proj_a"
+    out: str = "linear_attn.out_proj"
+    conv: str = "linear_attn.conv1d"
+    norm: str = "linear_attn.norm"
+    a_log: str = "linear_attn.A_log"
+    dt_bias: str = "linear_attn.dt_bias"
+    qkvz: str = "linear_attn.in_proj_qkvz"
+    ba: str = "linear_attn.in_proj_ba"
+    key_heads: str = "linear_num_key_heads"
+    value_heads: str = "linear_num_value_heads"
+    key_dim: str = "linear_key_head_dim"
+    value_dim: str = "linear_value_head_dim"
+    width: str = "linear_conv_kernel_dim"
+
+    def heads(self, config: Any) -> tuple[int, int]:
+        """Number of key and of value heads of a Hugging Face configuration, object or mapping."""
+        return read(config, self.key_heads), read(config, self.value_heads)
+
+    def features(self, config: Any) -> tuple[int, int]:
+        """Features of all keys (as many as of all queries), and of all values."""
+        keys, values = self.heads(config)
+        return keys * read(config, self.key_dim), values * read(config, self.value_dim)
+
+
+@dataclass(frozen=True)
 class Family:
     """A decoder. Fields are names of modules; those of a layer are relative to it.
 
+    If it has several kinds of layers, :meth:`kinds` gives the names of each, and its own members are of all kinds.
+
     Attributes:
         model_type: as in ``config.json``.
-        layers, final_norm, embedding, head: the list of decoder layers and what is outside of it, names in the model
-            and the same on both sides. rotary_embedding: the trainer's.
+        layers, final_norm, embedding, head: the list of decoder layers and what is outside of it, names in the
+            trainer's model. rotary_embedding: the same.
+        rollout_prefixes: (beginning of a name in the trainer's model, in vLLM's) where they differ.
+        tower: of a model with vision, the trainer's module that text does not use; it stays BF16 and as it is.
         attention: the layer's first half. mlp: the trainer's second half. input_norm, post_norm: the norms before them.
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
+        gated: q has, per head, the queries and then as many gates of the attention's output.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
+        unit_offset: all of these norms multiply by 1 + weight.
         qkv, gate_up: vLLM's merged projections. rotary, core: its rotary embedding, attention.
         activation: vLLM's SiLU * up, and the trainer's SiLU under the same name.
         dropouts: dropout rates in the configuration; only the trainer reads them.
         experts: of a mixture, instead of gate, up and down.
+        delta_net: of linear layers, instead of the attention.
     """
 
     model_type: str
@@ -184,6 +240,8 @@ class Family:
     rotary_embedding: str = "model.rotary_emb"
     embedding: str = "model.embed_tokens"
     head: str = "lm_head"
+    rollout_prefixes: tuple[tuple[str, str], ...] = ()
+    tower: str = ""
 
     attention: str = "self_attn"
     mlp: str = "mlp"
@@ -198,6 +256,8 @@ class Family:
     down: str = "mlp.down_proj"
     q_norm: str = ""
     k_norm: str = ""
+    gated: bool = False
+    unit_offset: bool = False
 
     qkv: str = "self_attn.qkv_proj"
     gate_up: str = "mlp.gate_up_proj"
@@ -206,22 +266,80 @@ class Family:
     core: str = "self_attn.attn"
     dropouts: tuple[str, ...] = ("attention_dropout",)
     experts: Experts | None = None
+    delta_net: DeltaNet | None = None
+
+    @cached_property
+    def full_layer(self) -> "Family":
+        """Names of a layer with attention."""
+        return replace(self, delta_net=None)
+
+    @cached_property
+    def linear_layer(self) -> "Family":
+        """Names of a layer with a delta net, which is its first half, ``attention``."""
+        absent = dict.fromkeys(("q", "k", "v", "o", "q_norm", "k_norm", "qkv", "rotary", "core"), "")
+        return replace(self, attention=self.delta_net.block, gated=False, **absent)
+
+    def kinds(self, config: Any) -> tuple["Family", ...]:
+        """Names of each decoder layer of a configuration, in order."""
+        if self.delta_net is None:
+            return (self,) * read(config, "num_hidden_layers")
+        kinds = {"linear_attention": self.linear_layer, "full_attention": self.full_layer}
+        types = read(config, "layer_types")
+        if types is None:
+            every = read(config, "full_attention_interval", 4)
+            layers = range(1, read(config, "num_hidden_layers") + 1)
+            types = ["linear_attention" if number % every else "full_attention" for number in layers]
+        return tuple(kinds[kind] for kind in types)
+
+    def rollout_name(self, name: str) -> str:
+        """vLLM's name of a module or parameter outside of the layers, or of a layer, from the trainer's."""
+        for trainers, vllms in self.rollout_prefixes:
+            if name.startswith(trainers):
+                return vllms + name.removeprefix(trainers)
+        return name
+
+    def trainer_name(self, name: str) -> str:
+        """Inverse of :meth:`rollout_name`."""
+        for trainers, vllms in self.rollout_prefixes:
+            if name.startswith(vllms):
+                return trainers + name.removeprefix(vllms)
+        return name
+
+    @property
+    def rollout_layers(self) -> str:
+        """vLLM's name of the list of decoder layers."""
+        return self.rollout_name(self.layers)
+
+    def module(self, model: Any, name: str) -> Any:
+        """A module of a model of either side, by the trainer's name."""
+        try:
+            return model.get_submodule(self.rollout_name(name))
+        except AttributeError:
+            return model.get_submodule(name)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """vLLM's linear layers of a decoder layer, in execution order."""
-        attention = (
-            Linear(self.qkv, (self.q, self.k, self.v), "qkv"),
-            Linear(self.o, (self.o,), "o", row_parallel=True),
-        )
+        first: tuple[Linear, ...] = ()
+        if self.q:
+            first += (
+                Linear(self.qkv, (self.q, self.k, self.v), "qkv"),
+                Linear(self.o, (self.o,), "o", row_parallel=True),
+            )
+        if (delta := self.delta_net) is not None:
+            first += (
+                Linear(delta.qkvz, (delta.qkv, delta.z), "qkvz"),
+                Linear(delta.ba, (delta.b, delta.a), "ba", bf16=True),
+                Linear(delta.out, (delta.out,), "out", row_parallel=True),
+            )
         if (mixture := self.experts) is not None:
             return (
-                *attention,
+                *first,
                 Linear(mixture.gate_up, (mixture.gate_up,), "gate_up", experts=True),
                 Linear(mixture.down, (mixture.down,), "down", row_parallel=True, experts=True),
             )
         return (
-            *attention,
+            *first,
             Linear(self.gate_up, (self.gate, self.up), "gate_up"),
             Linear(self.down, (self.down,), "down", row_parallel=True),
         )
@@ -233,31 +351,41 @@ class Family:
 
     @property
     def projections(self) -> tuple[str, ...]:
-        """The trainer's projections in execution order: q, k, v, o, gate, up, down."""
+        """The trainer's projections in the order of :attr:`linears`: q, k, v, o, gate, up, down."""
         return tuple(name for linear in self.linears for name in linear.pieces)
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """All norms of a decoder layer."""
+        """All norms of a decoder layer but a delta net's gated one."""
         return tuple(name for name in (self.input_norm, self.q_norm, self.k_norm, self.post_norm) if name)
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The trainer's modules of a decoder layer that it runs or reads parameters of, halves before their parts."""
-        mixture = self.experts
+        delta, mixture = self.delta_net, self.experts
+        first = (self.attention, self.q, self.k, self.v, self.o)
+        if delta is not None:
+            first += (delta.block, delta.qkv, delta.z, delta.b, delta.a, delta.conv, delta.norm, delta.out)
         second = (self.mlp, self.gate, self.up, self.down)
         if mixture is not None:
             second = (mixture.block, mixture.router, mixture.module)
-        return (self.attention, self.q, self.k, self.v, self.o, *self.norms, *second)
+        return tuple(dict.fromkeys(name for name in (*first, *self.norms, *second) if name))
 
     @property
     def handoffs(self) -> tuple[Handoff, ...]:
         """What hands quantized results over in a decoder layer, in execution order."""
-        attention, mixture = Handoff(self.input_norm, (self.q, self.k, self.v), self.qkv), self.experts
-        if mixture is not None:
-            return attention, Handoff(self.post_norm, (mixture.module,), mixture.block, routed=True)
+        first: tuple[Handoff, ...] = ()
+        if self.q:
+            first += (Handoff(self.input_norm, (self.q, self.k, self.v), self.qkv),)
+        if (delta := self.delta_net) is not None:
+            first += (
+                Handoff(self.input_norm, (delta.qkv, delta.z), delta.qkvz, routed=True),
+                Handoff(delta.norm, (delta.out,), delta.out),
+            )
+        if (mixture := self.experts) is not None:
+            return *first, Handoff(self.post_norm, (mixture.module,), mixture.block, routed=True)
         gate_up = Handoff(self.post_norm, (self.gate, self.up), self.gate_up)
-        return attention, gate_up, Handoff(self.activation, (self.down,), self.down)
+        return *first, gate_up, Handoff(self.activation, (self.down,), self.down)
 
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -265,8 +393,8 @@ class Family:
         return tuple((at.source, at.readers) for at in self.handoffs if at.source in self.norms and not at.routed)
 
     def named_layers(self, model: Any) -> Iterator[tuple[Any, "Family"]]:
-        """(Decoder layer, names of its modules) of a model of either side; here every layer has the same names."""
-        return ((layer, self) for layer in model.get_submodule(self.layers))
+        """(Decoder layer, names of its modules) of a model of either side."""
+        return zip(self.module(model, self.layers), self.kinds(model.config), strict=True)
 
     def shapes(self, config: Any, tp: int = 1) -> dict[str, Shape]:
         """The trainer's projection -> its shape, in the order of :attr:`linears`; of one expert for a mixture.
@@ -282,7 +410,12 @@ class Family:
         kv_heads = read(config, "num_key_value_heads", heads)
         head_dim = self.head_dim(config)
         q, kv = heads * head_dim, kv_heads * head_dim
-        whole = {self.q: (q, hidden), self.k: (kv, hidden), self.v: (kv, hidden), self.o: (hidden, q)}
+        whole = {self.q: (2 * q if self.gated else q, hidden), self.k: (kv, hidden), self.v: (kv, hidden)}
+        whole |= {self.o: (hidden, q)}
+        if (delta := self.delta_net) is not None:
+            keys, values = delta.features(config)
+            whole |= {delta.qkv: (2 * keys + values, hidden), delta.z: (values, hidden), delta.out: (hidden, values)}
+            whole |= dict.fromkeys((delta.b, delta.a), (delta.heads(config)[1], hidden))
         if mixture is None:
             whole |= {self.gate: (inner, hidden), self.up: (inner, hidden), self.down: (hidden, inner)}
         else:
@@ -303,11 +436,21 @@ class Family:
         """Features of one attention head."""
         return read(config, "head_dim", read(config, "hidden_size") // read(config, "num_attention_heads"))
 
-    def divides_heads(self, config: Any, tp: int) -> bool:
-        """Whether vLLM can divide the heads over ``tp`` ranks, which share key heads if there are fewer."""
+    def divides_heads(self, config: Any, ranks: int) -> bool:
+        """Whether the heads divide over ``ranks`` of vLLM or Ulysses, which share key heads if there are fewer."""
         heads = read(config, "num_attention_heads")
         kv_heads = read(config, "num_key_value_heads", heads)
-        return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+        delta = self.delta_net.heads(config) if self.delta_net is not None else ()
+        return not any(count % ranks for count in (heads, *delta)) and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+    def heads_of(self, config: Any) -> str:
+        """The heads that have to be divided, for messages."""
+        heads = read(config, "num_attention_heads")
+        text = f"{heads} heads over {read(config, 'num_key_value_heads', heads)} key heads"
+        if self.delta_net is None:
+            return text
+        keys, values = self.delta_net.heads(config)
+        return f"{text} and its delta net's {values} heads over {keys} key heads"
 
     def check(self, config: Any) -> None:
         """Raise ``UnsupportedLayer`` if vLLM's class computes something else than Hugging Face's."""

@@ -1,0 +1,60 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Qwen3.5, dense: three of four layers have a gated delta net, the fourth a gated attention; a vision tower that text
+does not use. Published as ``Qwen3_5ForConditionalGeneration``; verl and vLLM run no other class of it.
+"""
+
+from typing import Any
+
+from jetrl_verl.models.families.base import DeltaNet, Family, UnsupportedLayer, read, read_whole
+
+
+class Qwen35(Family):
+    def check(self, config: Any) -> None:
+        if read_whole(config, "text_config") is None:
+            raise UnsupportedLayer(
+                "it is a text model alone (no text_config), whose layers verl does not tell where sequences begin and "
+                "which vLLM does not have",
+                "model_type",
+            )
+        for name, neutral in (
+            ("attn_output_gate", (True,)),
+            ("output_gate_type", ("silu", "swish")),
+            ("layer_scale", (False,)),
+            ("attention_bias", (False,)),
+        ):
+            if (value := read(config, name, neutral[0])) not in neutral:
+                raise UnsupportedLayer(
+                    f"it has {name}={str(value).lower()}, which vLLM's and Hugging Face's classes read differently",
+                    "fields_of_vllm",
+                )
+        keys, values = self.delta_net.heads(config)
+        if values % keys:
+            raise UnsupportedLayer(f"{values} value heads are not divided over {keys} key heads", "delta_net_heads")
+        trainers, vllms = (of(config, "tie_word_embeddings", False) for of in (read_whole, read))
+        if trainers != vllms:
+            raise UnsupportedLayer(
+                f"tie_word_embeddings is {str(trainers).lower()} in its configuration, which the trainer reads, and "
+                f"{str(vllms).lower()} in its text_config, which vLLM reads",
+                "tied_in_one_part",
+            )
+
+
+FAMILY = Qwen35(
+    "qwen3_5",
+    layers="model.language_model.layers",
+    final_norm="model.language_model.norm",
+    rotary_embedding="model.language_model.rotary_emb",
+    embedding="model.language_model.embed_tokens",
+    rollout_prefixes=(
+        ("model.language_model.", "language_model.model."),
+        ("model.visual.", "visual."),
+        ("lm_head", "language_model.lm_head"),
+    ),
+    tower="model.visual",
+    q_norm="self_attn.q_norm",
+    k_norm="self_attn.k_norm",
+    gated=True,
+    unit_offset=True,
+    delta_net=DeltaNet(),
+)

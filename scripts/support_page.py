@@ -35,8 +35,8 @@ SUMMARY = """\
 - **Models**: text decoders of type {types}.
 - **Machines**: NVIDIA GPUs of compute capability 8.9 or newer. Only Hopper (H100, H200) has been run on.
 - **Releases**: verl {verl}, vLLM {vllm}, torch {torch}, transformers {transformers}.
-- **Equality in every bit** (`precision=jet_fp8_exact`): Hopper, heads of 128, SiLU, no sliding windows; samples of the
-  whole softmax, without `top_p`, `top_k` or penalties.
+- **Equality in every bit** (`precision=jet_fp8_exact`): Hopper, heads of 64, 128 or 256, SiLU, no sliding windows;
+  samples of the whole softmax, without `top_p`, `top_k` or penalties.
 - `jet_fp8` runs where the shared operations do not, with each side's own operations; log-probabilities then differ.
 - What is not supported stops with one sentence: "X is not supported with Y: why. Set Z." The driver builds the
   trainer's model without weights and asks plugins of vLLM what they replaced, so it stops before a GPU is taken; the

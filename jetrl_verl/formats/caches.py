@@ -90,8 +90,10 @@ class KVCache(ABC):
     # Pages of one layer, by the functions that the rollout's attention calls; for the contract check
 
     @abstractmethod
-    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-        """Unwritten pages of heads of 128, filled with NaN or what must not be read as a number.
+    def new_pages(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> torch.Tensor:
+        """Unwritten pages, filled with NaN or what must not be read as a number.
 
         Raises:
             ValueError: a block size that is no multiple of ``traits.page_tokens``.
@@ -124,10 +126,10 @@ class KVCache(ABC):
         """
 
 
-def _unwritten(device: torch.device) -> float:
+def _unwritten(device: torch.device, head_dim: int) -> float:
     """Fill of BF16 pages: our kernels read nothing after a request's last token, so NaN; FlashAttention 3, which
     decodes on a GPU without the native kernel, may multiply it by zero."""
-    own_kernels = device.type == "cpu" or native.unavailable() is None
+    own_kernels = device.type == "cpu" or (head_dim == HEAD_DIM and native.unavailable() is None)
     return torch.nan if own_kernels else torch.finfo(torch.bfloat16).max
 
 
@@ -143,9 +145,11 @@ class BF16Cache(KVCache):
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
 
-    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
-        shape = (pages, 2, block_size, kv_heads, HEAD_DIM)
-        return torch.full(shape, _unwritten(device), dtype=torch.bfloat16, device=device)
+    def new_pages(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> torch.Tensor:
+        shape = (pages, 2, block_size, kv_heads, head_dim)
+        return torch.full(shape, _unwritten(device, head_dim), dtype=torch.bfloat16, device=device)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
         kernels.write_pages(k, v, *pages.unbind(1), slots)
@@ -191,7 +195,9 @@ class FP8Cache(KVCache):
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
         return self.traits.head_bytes(HEAD_DIM), torch.uint8
 
-    def new_pages(self, pages: int, block_size: int, kv_heads: int, device: torch.device) -> torch.Tensor:
+    def new_pages(
+        self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
+    ) -> torch.Tensor:
         shape = reference.cache_shape(pages, block_size, kv_heads)
         return torch.full(shape, 255, dtype=torch.uint8, device=device)  # NaN, as data and as a scale
 

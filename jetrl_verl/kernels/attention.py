@@ -8,7 +8,7 @@ On the CPU every sum is exact (:func:`_attend`).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -20,6 +20,7 @@ from jetrl_verl.kernels.dispatch import CPU_ALONE, Backends, implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.views import as_type
+from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.reference.reproducible import (
     MANTISSA_BITS,
     exp,
@@ -31,7 +32,7 @@ from jetrl_verl.reference.reproducible import (
 )
 
 __all__ = [
-    "HEAD_DIM",
+    "HEAD_DIMS",
     "attention",
     "attention_fp8",
     "cache_form",
@@ -40,8 +41,8 @@ __all__ = [
     "write_pages",
 ]
 
-HEAD_DIM = 128
-"""The head dimension for which decode, chunked prefill and whole sequences agree in every bit."""
+HEAD_DIMS = (64, 128, 256)
+"""Head dimensions for which decode, chunked prefill and whole sequences agree in every bit."""
 
 FLASH_ATTENTION: Backends = {"cpu": ("reference",), "sm90": ("flash_attention_3",)}
 
@@ -53,10 +54,10 @@ _SCORES = 2**17
 """Scores computed at a time (1 MiB in float64), so that passes over them stay in the cache."""
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Raise ``ValueError`` unless this head dimension is supported."""
-    if head_dim != HEAD_DIM:
-        raise ValueError(f"attention: expected heads of {HEAD_DIM}, got heads of {head_dim}")
+def check_head_dim(head_dim: int, supported: Sequence[int] = HEAD_DIMS) -> None:
+    """Raise ``ValueError`` unless this head dimension is one of ``supported``."""
+    if head_dim not in supported:
+        raise ValueError(f"attention: expected heads of {' or '.join(map(str, supported))}, got heads of {head_dim}")
 
 
 def cache_form(x: torch.Tensor) -> torch.Tensor:
@@ -322,7 +323,7 @@ def attention(
         ``[N, H, D]`` BF16.
 
     Raises:
-        TypeError: an operand is not BF16. ValueError: heads that are not of 128.
+        TypeError: an operand is not BF16. ValueError: heads of another dimension than ``HEAD_DIMS``.
     """
     _check(q, k, v)
     return PackedAttention.apply(q, k, v, cu_seqlens, max_seqlen, scale, _attention, _attention_backward)
@@ -440,5 +441,5 @@ def paged_attention_fp8(
 ) -> torch.Tensor:
     """:func:`paged_attention` over an FP8 KV cache ``[pages, Hkv, units, 4128]`` (reference/kv_cache.py)."""
     require_bf16("paged_attention_fp8", q=q)
-    check_head_dim(q.shape[-1])
+    check_head_dim(q.shape[-1], (HEAD_DIM,))
     return lookup("paged_attention_fp8", q.device)(q, cache, cu_queries, lengths, block_table, scale)

@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout's attention over its KV cache, with the bits of attention.py: one new token per request (decode) or more.
 
-Decode on Hopper runs csrc/sm90_decode_attention*.cu over FP8 or vLLM's BF16 pages. Without the library, and for chunks
-of an FP8 cache, FlashAttention 3 runs on dequantized tokens, slower and in no CUDA graph.
+Decode of heads of 128 on Hopper runs csrc/sm90_decode_attention*.cu over FP8 or vLLM's BF16 pages. Other heads, which
+have no FP8 cache, run FlashAttention 3. Without the library, and for chunks of an FP8 cache, FlashAttention 3 runs on
+dequantized tokens, slower and in no CUDA graph.
 """
 
 import torch
 
 from jetrl_verl.kernels import native, vllm_kernels
-from jetrl_verl.kernels.attention import FLASH_ATTENTION, HEAD_DIM, check_head_dim, paged_attention, paged_attention_fp8
+from jetrl_verl.kernels.attention import FLASH_ATTENTION, check_head_dim, paged_attention, paged_attention_fp8
 from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
-from jetrl_verl.reference.kv_cache import UNIT_BYTES, UNIT_TOKENS
+from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_BYTES, UNIT_TOKENS
 
 __all__ = ["chunk_attention", "decode_attention", "decode_attention_bf16", "decodes_natively"]
 
@@ -230,7 +231,7 @@ def decode_attention(
         TypeError: ``q`` is not BF16. ValueError: heads that are not of 128.
     """
     require_bf16("decode_attention", q=q)
-    check_head_dim(q.shape[-1])
+    check_head_dim(q.shape[-1], (HEAD_DIM,))
     out = torch.empty_like(q) if out is None else out
     if len(q):
         _decode_attention(q, cache, lengths, block_table, scale, out)
@@ -249,13 +250,15 @@ def decode_attention_bf16(
     """:func:`decode_attention` over a BF16 cache.
 
     Args:
-        keys, values: BF16 ``[pages, page size, Hkv, 128]``, arbitrary after a request's tokens.
+        q: ``[R, H, D]`` BF16. keys, values: BF16 ``[pages, page size, Hkv, D]``, after a request's tokens arbitrary for
+            heads of 128, finite for others.
 
     Returns:
-        ``[R, H, 128]`` BF16: ``out``, where it was given.
+        ``[R, H, D]`` BF16: ``out``, where it was given.
 
     Raises:
-        TypeError: ``q``, ``keys`` or ``values`` is not BF16. ValueError: heads that are not of 128.
+        TypeError: ``q``, ``keys`` or ``values`` is not BF16. ValueError: heads of another dimension
+            than ``HEAD_DIMS``.
     """
     require_bf16("decode_attention_bf16", q=q, keys=keys, values=values)
     check_head_dim(q.shape[-1])

@@ -16,7 +16,6 @@ from jetrl_verl.reference import BLOCK
 
 LENGTHS = (5, 1, 149)
 """Tokens of the sequences; the last one has two blocks of 128 keys."""
-HEAD_DIM = 128
 
 
 class ProbeInputs(NamedTuple):
@@ -39,12 +38,12 @@ class ProbeInputs(NamedTuple):
     @property
     def sequences(self) -> tuple:
         """Arguments of attention."""
-        return self.q, self.k, self.v, self.cu_seqlens, max(LENGTHS), HEAD_DIM**-0.5
+        return self.q, self.k, self.v, self.cu_seqlens, max(LENGTHS), self.q.shape[-1] ** -0.5
 
 
 @cache
-def probe_inputs(device: torch.device) -> ProbeInputs:
-    """:class:`ProbeInputs` on ``device``."""
+def probe_inputs(device: torch.device, head_dim: int = 128) -> ProbeInputs:
+    """:class:`ProbeInputs` on ``device`` with heads of ``head_dim``."""
     generator = torch.Generator().manual_seed(20260122)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -52,15 +51,16 @@ def probe_inputs(device: torch.device) -> ProbeInputs:
 
     tokens = sum(LENGTHS)
     x, residual, weight, head = normal(tokens, 384), normal(tokens, 384), normal(384), normal(200, 384)
-    q, k, v = normal(tokens, 4, HEAD_DIM), normal(tokens, 2, HEAD_DIM), normal(tokens, 2, HEAD_DIM)
+    # Not the results of kernels.logits, so that a difference shows in the operation that makes it alone.
+    logits = torch.randn(tokens, 200, generator=generator, device="cpu").to(device)
+    q, k, v = (normal(tokens, heads, head_dim) for heads in (4, 2, 2))
     return ProbeInputs(
         *(x, residual, weight, head, q, k, v),
-        table=rotary_table(HEAD_DIM, 2048, {"rope_theta": 1e6}).to(device),
+        table=rotary_table(head_dim, 2048, {"rope_theta": 1e6}).to(device),
         positions=torch.arange(2047, 2047 - tokens, -1, device=device),
         cu_seqlens=torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32),
         temperature=torch.linspace(0.3, 2, tokens).to(device),
-        # Not the results of kernels.logits, so that a difference shows in the operation that makes it alone.
-        logits=torch.randn(tokens, 200, generator=generator, device="cpu").to(device),
+        logits=logits,
         following=torch.arange(tokens, device=device)[:, None],
     )
 

@@ -38,6 +38,19 @@ def no_flash_attention_3() -> str | None:
     return None if interface.is_fa_version_supported(3) else interface.fa_version_unsupported_reason(3)
 
 
+LEAST_QUERIES = 65
+
+
+def stated_queries(head_dim: int, most: int) -> int:
+    """``max_seqlen_q`` for FlashAttention 3 of sequences with at most ``most`` queries.
+
+    It chooses the keys of a block by the head and by this number. With heads of 64 a block has 192 keys if a sequence
+    has one query, or at most 64 over the heads of a KV head, and 128 otherwise; with more than 64 it is always 128.
+    Heads of 256 have blocks of 80, but one query would run another kernel. Over pages heads of 128 need no care.
+    """
+    return most if head_dim == 128 else max(most, LEAST_QUERIES)
+
+
 def flash_attention_3(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,7 +63,7 @@ def flash_attention_3(
         q,
         k,
         v,
-        max_seqlen_q=max_seqlen,
+        max_seqlen_q=stated_queries(q.shape[-1], max_seqlen),
         cu_seqlens_q=cu_seqlens,
         max_seqlen_k=max_seqlen,
         cu_seqlens_k=cu_seqlens,
@@ -87,7 +100,7 @@ def flash_attention_3_pages(q, keys, values, lengths, block_table, scale: float,
         q,
         keys,
         values,
-        max_seqlen_q=1,
+        max_seqlen_q=stated_queries(q.shape[-1], 1),
         cu_seqlens_q=torch.arange(len(q) + 1, dtype=torch.int32, device=q.device),
         max_seqlen_k=block_table.shape[1] * keys.shape[1],
         seqused_k=lengths,

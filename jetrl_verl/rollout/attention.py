@@ -42,7 +42,7 @@ REACHES = (
 
 def _check(impl: Any) -> None:
     """Refuse an attention layer that the trainer cannot reproduce."""
-    if impl.head_size != kernels.HEAD_DIM:
+    if impl.head_size not in kernels.HEAD_DIMS:
         why = f"the shared operations do not cover heads of {impl.head_size}"
         refuse("head_dim", what="the model of this engine", why=why)
     for what in _changes(impl):

@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's FlashAttention backend as the shared attention: FlashAttention 3 with one split and no cascade.
 
-Decode steps run our kernel with the same bits (kernels/decode_attention.py), since one split leaves most of a GPU idle
-when requests are few. With an FP8 cache prompts and chunks run FlashAttention 3 over dequantized tokens.
+Decode steps of heads of 128 run our kernel with the same bits (kernels/decode_attention.py), since one split leaves
+most of a GPU idle when requests are few. With an FP8 cache prompts and chunks run FlashAttention 3 over dequantized
+tokens.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import native as kernels_native
+from jetrl_verl.kernels.vllm_kernels import stated_queries
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.reference.kv_cache import cache_units
 from jetrl_verl.rollout import vllm_compat as vllm
@@ -71,7 +74,9 @@ class SharedFlashAttentionMetadataBuilder(_stock.FlashAttentionMetadataBuilder):
         most = self.max_cudagraph_size if self.use_full_cuda_graph else None
         captured = most is not None and common_attn_metadata.num_actual_tokens <= most
         decodes = self._are_decodes(common_attn_metadata)
-        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build or decodes or not captured)
+        most_queries = stated_queries(self.headdim, common_attn_metadata.max_query_len)
+        batch = replace(common_attn_metadata, max_query_len=most_queries)
+        metadata = super().build(common_prefix_len, batch, fast_build or decodes or not captured)
         metadata.max_num_splits, metadata.jetrl_decodes = 1, decodes
         return metadata
 

@@ -148,9 +148,10 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         return stated_reduction(self.device, group.world_size, lambda parts: reduce_ranks(parts[group.rank_in_group]))
 
     def _verify(self, config: JetQuantizationConfig, reduction: dict[str, int]) -> dict[str, int]:
-        mixture = None if family(self.model_runner.model.config).experts is None else config.format_name
-        cache = config.kv_cache.traits.name
-        operations = stated_operations(self.device, config.operations, cache, rollout=True, mixture=mixture)
+        model = self.model_runner.model.config
+        mixture = None if family(model).experts is None else config.format_name
+        run = dict(rollout=True, mixture=mixture, head_dim=family(model).head_dim(model))
+        operations = stated_operations(self.device, config.operations, config.kv_cache.traits.name, **run)
         return self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),
             scale_rule=config.scale_rule,

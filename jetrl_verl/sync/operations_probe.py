@@ -21,11 +21,11 @@ from jetrl_verl.formats.format import Format
 from jetrl_verl.formats.sums import odd_constants, row_sums
 from jetrl_verl.kernels.probe_inputs import (
     EXPERTS,
-    HEAD_DIM,
     LENGTHS,
     PER_TOKEN,
     ROWS,
     MixtureInputs,
+    ProbeInputs,
     mixture_inputs,
     probe_inputs,
 )
@@ -81,18 +81,18 @@ def _places(device: torch.device) -> _Places:
         return _Places(sum(pages), slots.to(device), tuple(map(step, steps)))
 
 
-def _pages(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
+def _pages(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
     """Unwritten pages of :func:`_places`."""
-    return kv_cache.new_pages(_places(device).pages, _PAGE_TOKENS, probe_inputs(device).k.shape[1], device)
+    device = inputs.k.device
+    return kv_cache.new_pages(_places(device).pages, _PAGE_TOKENS, *inputs.k.shape[1:], device)
 
 
-def _heads(device: torch.device, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
+def _heads(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
     """Queries after QK norm and rotary, and keys and values as read from the cache: ``[N, H + 2 Hkv, D]``."""
-    inputs = probe_inputs(device)
-    weights = inputs.weight[: 2 * HEAD_DIM].chunk(2)
+    weights = inputs.weight.repeat(2)[: 2 * inputs.q.shape[-1]].chunk(2)
     others = (*weights, 1e-6, inputs.table, inputs.positions)
     if rollout:
-        pages, slots = _pages(device, kv_cache), _places(device).slots
+        pages, slots = _pages(inputs, kv_cache), _places(inputs.q.device).slots
         q = kv_cache.norm_rotary_write((inputs.q, inputs.k, inputs.v, *others), pages, slots)
         cached = [x[slots] for x in kv_cache.read(pages)]
     else:
@@ -101,27 +101,26 @@ def _heads(device: torch.device, kv_cache: KVCache, rollout: bool) -> torch.Tens
     return torch.cat([q, *cached], dim=1)
 
 
-def _token_by_token(device: torch.device, kv_cache: KVCache) -> torch.Tensor:
+def _token_by_token(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
     """Attention ``[N, H, D]`` of each token as the new one of a decode step."""
-    inputs, places, pages = probe_inputs(device), _places(device), _pages(device, kv_cache)
+    places, pages = _places(inputs.q.device), _pages(inputs, kv_cache)
     kv_cache.write(inputs.k, inputs.v, pages, places.slots)
     out = torch.empty_like(inputs.q)
     for tokens, lengths, table in places.steps:
-        out[tokens] = kv_cache.decode(inputs.q[tokens], pages, lengths, table, HEAD_DIM**-0.5)
+        out[tokens] = kv_cache.decode(inputs.q[tokens], pages, lengths, table, inputs.sequences[-1])
     return out
 
 
-def _results(device: torch.device, kv_cache: KVCache, rollout: bool, mixture: str | None) -> dict[str, Any]:
-    """Operation -> its results on ``device``, by this side's code."""
-    inputs = probe_inputs(device)
+def _results(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool, mixture: str | None) -> dict[str, Any]:
+    """Operation -> its results on ``inputs``, by this side's code."""
     results = {name: op.probe(inputs) for name, op in kernels.OPERATIONS.items() if op.probe}
-    results["norm_rotary"] = _heads(device, kv_cache, rollout)
+    results["norm_rotary"] = _heads(inputs, kv_cache, rollout)
     if rollout:
-        results[kv_cache.contract] = _token_by_token(device, kv_cache)
+        results[kv_cache.contract] = _token_by_token(inputs, kv_cache)
     else:
         results[kv_cache.contract] = kv_cache.attend(*inputs.sequences)
     if mixture:
-        inputs = mixture_inputs(device)
+        inputs = mixture_inputs(inputs.x.device)
         results |= {name: op.mixture_probe(inputs) for name, op in kernels.OPERATIONS.items() if op.mixture_probe}
         # The trainer's segments begin at multiples of a block's rows, the rollout's anywhere.
         number_format = formats.get(mixture)
@@ -186,17 +185,18 @@ def stated_operations(
     *,
     rollout: bool = False,
     mixture: str | None = None,
+    head_dim: int = 128,
 ) -> dict[str, int]:
     """A side's statement about ``"shared"`` operations: operation -> sum of its result bits, modulo 2^64; else empty.
 
     Args:
         kv_cache: format of the rollout's cache (``formats.CACHES``). rollout: whether this side is the rollout.
-        mixture: format of a mixture's experts; None for a dense model.
+        mixture: format of a mixture's experts; None for a dense model. head_dim: of the model's attention.
     """
     if operations != "shared":
         return {}
     with torch.no_grad():
-        return _sums(_results(device, formats.kv_cache(kv_cache), rollout, mixture))
+        return _sums(_results(probe_inputs(device, head_dim), formats.kv_cache(kv_cache), rollout, mixture))
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

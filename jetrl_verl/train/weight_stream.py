@@ -56,6 +56,7 @@ def weight_stream(
     bucket_bytes: int = 2**31,
     constants: Mapping[str, Any] = MappingProxyType({}),
     tied: Mapping[str, str] = MappingProxyType({}),
+    head_dim: int = 128,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
 
@@ -66,6 +67,7 @@ def weight_stream(
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
         constants: from :func:`stated_constants`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
+        head_dim: of the model's attention.
 
     Raises:
         NonFiniteWeightError: after the last weight, if one is NaN or Inf.
@@ -74,7 +76,8 @@ def weight_stream(
     statement = None
     if options.contract_check:
         mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
-        operations = stated_operations(device, options.operations, options.kv_cache, mixture=mixture)
+        run = dict(mixture=mixture, head_dim=head_dim)
+        operations = stated_operations(device, options.operations, options.kv_cache, **run)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         probe = stated_probe(device, options.rollout, options.scale_rule)

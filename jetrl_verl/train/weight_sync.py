@@ -10,6 +10,7 @@ from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
+from jetrl_verl.models import family
 from jetrl_verl.sync.quantize import format_of
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train.features import Feature, KeptScales, Metrics
@@ -26,7 +27,8 @@ class WeightSync(Feature):
         self._statistics = SyncStatistics()
         self._constants = stated_constants(module)
         # vLLM reads from the same field whether the head is the embedding.
-        self._tied = bool(self.engine.model_config.hf_config.tie_word_embeddings)
+        config = self.engine.model_config.hf_config
+        self._tied, self._head_dim = bool(config.tie_word_embeddings), family(config).head_dim(config)
         self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
 
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -55,6 +57,7 @@ class WeightSync(Feature):
             bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
             constants=self._constants,
             tied=gather.tied,
+            head_dim=self._head_dim,
         )
         return stream, None
 

@@ -52,7 +52,7 @@ def test_a_cache_stores_attentions_input_in_the_bytes_of_its_traits(name):
     stored = list(cache.stored(k, v))
     assert [heads.tensor for heads in stored] == (["K", "V"] if traits.quantized else [])
     assert all(torch.equal(heads.restored, x) for heads, x in zip(stored, seen))
-    pages, slots = cache.new_pages(2, traits.page_tokens * 16, 2, CPU), torch.tensor([17, 3, 31, 0, 4, 16])
+    pages, slots = cache.new_pages(2, traits.page_tokens * 16, 2, 128, CPU), torch.tensor([17, 3, 31, 0, 4, 16])
     cache.write(k, v, pages, slots)
     for x, rows in zip(seen, cache.read(pages)):
         assert torch.equal(kernels.cache_form(x), rows[slots])
@@ -61,7 +61,7 @@ def test_a_cache_stores_attentions_input_in_the_bytes_of_its_traits(name):
     if traits.quantized:
         assert cache.vllm_head == (traits.head_bytes(traits.head_dim), torch.uint8)
         with pytest.raises(ValueError, match=f"multiple of {traits.page_tokens} tokens"):
-            cache.new_pages(2, traits.page_tokens + 1, 2, CPU)
+            cache.new_pages(2, traits.page_tokens + 1, 2, 128, CPU)
     else:
         assert traits.head_bytes(128) == k[0, 0].nbytes
         for call in (cache.lost, cache.saturated):
@@ -87,13 +87,12 @@ def test_the_trainer_attends_to_the_caches_contents():
 
 
 def test_a_caches_traits_are_its_kernels_limits():
-    from jetrl_verl.kernels.attention import HEAD_DIM
     from jetrl_verl.kernels.decode_attention import MOST_QUERY_HEADS
     from jetrl_verl.reference import kv_cache
 
     (traits,) = (traits for traits in formats.CACHES.values() if traits.quantized)
-    assert traits.head_dim == kv_cache.HEAD_DIM == HEAD_DIM and traits.most_query_heads == MOST_QUERY_HEADS
-    assert (traits.page_tokens, traits.head_bytes(HEAD_DIM)) == (kv_cache.UNIT_TOKENS, kv_cache.TOKEN_BYTES)
+    assert traits.head_dim == kv_cache.HEAD_DIM and traits.most_query_heads == MOST_QUERY_HEADS
+    assert (traits.page_tokens, traits.head_bytes(traits.head_dim)) == (kv_cache.UNIT_TOKENS, kv_cache.TOKEN_BYTES)
 
 
 def test_the_catalog_needs_no_torch():

@@ -49,14 +49,14 @@ def check_every_rank(attend, heads: int, kv_heads: int, head_dim: int, ranks: in
         assert found.shape == part.shape and torch.equal(found, part), f"rank {rank} of {ranks}"
 
 
-@pytest.mark.parametrize("attend", [kernels.attention, kernels.attention_fp8])
+@pytest.mark.parametrize(
+    ("attend", "head_dim"),
+    [
+        *((kernels.attention, head_dim) for head_dim in kernels.HEAD_DIMS),
+        (kernels.attention_fp8, 128),
+        (varlen_attention, 96),
+    ],
+)
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), SPLITS)
-def test_shared_attention(heads, kv_heads, ranks, attend):
-    check_every_rank(attend, heads, kv_heads, 128, ranks)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), SPLITS)
-def test_attention_of_stock_modules(heads, kv_heads, ranks, head_dim):
-    """Also heads of 64, which shared attention does not support."""
-    check_every_rank(varlen_attention, heads, kv_heads, head_dim, ranks)
+def test_a_ranks_heads(heads, kv_heads, ranks, attend, head_dim):
+    check_every_rank(attend, heads, kv_heads, head_dim, ranks)

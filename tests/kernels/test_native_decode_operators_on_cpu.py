@@ -264,7 +264,7 @@ def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, c
     monkeypatch.setattr(module, "choose_cluster", choose)
     monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
     monkeypatch.setitem(dispatch.OPERATIONS[operation].backends, "cpu", ("native", "reference"))
-    got = operations_probe._token_by_token(device, kv_format)
+    got = operations_probe._token_by_token(probe_inputs(device), kv_format)
     assert clusters == [8, 4, 2, 1]
 
     inputs, want = probe_inputs(device), torch.empty_like(got)

@@ -418,8 +418,8 @@ def test_unknown_rotary_scaling_raises():
 
 
 def test_another_head_dimension_raises():
-    q = normal(4, 1, 64)
-    with pytest.raises(ValueError, match="expected heads of 128, got heads of 64"):
+    q = normal(4, 1, 96)
+    with pytest.raises(ValueError, match="expected heads of 64 or 128 or 256, got heads of 96"):
         kernels.attention(q, q, q, sequences(4), 4, 0.125)
 
 

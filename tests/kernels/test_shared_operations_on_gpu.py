@@ -12,7 +12,6 @@ from jetrl_verl.reference import cache_shape
 from jetrl_verl.sync.operations_probe import stated_operations
 
 EPS = 1e-6
-SCALE = 128**-0.5
 BF16_STEP = 2**-8
 COUNTS = [1, 2, 3, 7, 16, 17, 64, 65, 100, 128, 129, 257, 1000, 4096]
 
@@ -232,55 +231,15 @@ def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
             assert all(same_bytes(*pair) and (pair[0] != 0).any() for pair in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (16, 2), (4, 4)])
-def test_attention_does_not_depend_on_the_batch_and_equals_decode(heads, kv_heads):
-    """The trainer's packed call against vLLM's call of the rollout on a paged cache."""
-    from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
-
-    lengths = (1000, 1, 333, 2048)
-    q, k, v = (normal(sum(lengths), h, 128, seed=h) for h in (heads, kv_heads, kv_heads))
+@pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
+def test_gradients_of_attention(head_dim):
+    lengths, scale = (130, 1, 64), head_dim**-0.5
     cu = sequences(*lengths)
-    whole = kernels.attention(q, k, v, cu, max(lengths), SCALE)
-    spans = [slice(int(a), int(b)) for a, b in zip(cu[:-1], cu[1:], strict=True)]
-    for span in spans:
-        length = span.stop - span.start
-        assert torch.equal(kernels.attention(q[span], k[span], v[span], sequences(length), length, SCALE), whole[span])
-
-    blocks = -(-max(lengths) // 16)
-    table = torch.randperm(len(lengths) * blocks, device="cuda").view(len(lengths), blocks).to(torch.int32)
-    cache = torch.zeros(2, len(lengths) * blocks, 16, kv_heads, 128, dtype=torch.bfloat16, device="cuda")
-    for r, span in enumerate(spans):
-        positions = torch.arange(span.stop - span.start, device="cuda")
-        slots = table[r, positions // 16].long(), positions % 16
-        cache[0][slots], cache[1][slots] = k[span], v[span]
-    for fresh in (1, 7, 300):
-        counts = [min(fresh, length) for length in lengths]
-        chosen = torch.cat([torch.arange(s.stop - n, s.stop) for s, n in zip(spans, counts, strict=True)]).cuda()
-        got = flash_attn_varlen_func(
-            q[chosen],
-            cache[0],
-            cache[1],
-            max_seqlen_q=max(counts),
-            cu_seqlens_q=sequences(*counts),
-            max_seqlen_k=max(lengths),
-            seqused_k=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
-            softmax_scale=SCALE,
-            causal=True,
-            block_table=table,
-            num_splits=1,
-            fa_version=3,
-        )
-        assert torch.equal(got, whole[chosen])
-
-
-def test_gradients_of_attention():
-    lengths = (130, 1, 64)
-    cu = sequences(*lengths)
-    ours = [normal(sum(lengths), h, 128, seed=h).requires_grad_() for h in (4, 2, 2)]
+    ours = [normal(sum(lengths), h, head_dim, seed=h).requires_grad_() for h in (4, 2, 2)]
     exact = [x.detach().double().requires_grad_() for x in ours]
-    gradient = normal(sum(lengths), 4, 128, seed=9)
-    kernels.attention(*ours, cu, max(lengths), SCALE).backward(gradient)
-    reference.attention(*exact, cu.cpu(), SCALE).backward(gradient.double())
+    gradient = normal(sum(lengths), 4, head_dim, seed=9)
+    kernels.attention(*ours, cu, max(lengths), scale).backward(gradient)
+    reference.attention(*exact, cu.cpu(), scale).backward(gradient.double())
     for mine, theirs in zip(ours, exact, strict=True):
         assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
 

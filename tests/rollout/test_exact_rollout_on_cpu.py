@@ -29,7 +29,12 @@ RULE = "fp32"
 VOCABULARY, TOKENS = 100, 90
 """Rows of lm_head, and how many of them have a token: the others may never be sampled."""
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
-CHANGES = {"mistral": dict(sliding_window=None)}
+CHANGES = {
+    "llama": dict(head_dim=256),
+    "mistral": dict(sliding_window=None),
+    "qwen2": dict(head_dim=64, num_attention_heads=4, num_key_value_heads=2),
+}
+"""Heads of every supported width among them."""
 TEMPERATURES = (1.0, 0.6, 1.3)
 RULED = {"qwen3": 5, "qwen3_moe": 4}
 """Norms and activations of a layer if not three: with QK norms, and without the activation in a mixture."""
@@ -77,8 +82,9 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     model = build_policy(family, seed)
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    mixture = "fp8" if models.family(model.config).experts else None
-    stated = stated_operations(device, operations, kv_cache, mixture=mixture)
+    names = models.family(model.config)
+    run = dict(mixture="fp8" if names.experts else None, head_dim=names.head_dim(model.config))
+    stated = stated_operations(device, operations, kv_cache, **run)
     probe = formats.get("fp8").probe(device, RULE)
     if operations == "shared":
         share_operations(model)

@@ -98,8 +98,8 @@ def plans(monkeypatch) -> list[int]:
     """Batch sizes of the plans made, in order; every element of a plan is its batch size."""
     made = []
 
-    def plan(*, batch_size: int, num_splits: int, **_) -> torch.Tensor:
-        assert num_splits == 1, "a plan for several splits"
+    def plan(*, batch_size: int, num_splits: int, headdim: int, max_seqlen_q: int, **_) -> torch.Tensor:
+        assert num_splits == 1 and max_seqlen_q >= (1 if headdim == 128 else 65), "another plan than the call's"
         made.append(batch_size)
         return torch.full((1 + round_up(batch_size, 4) * 4,), batch_size, dtype=torch.int32)
 
@@ -169,6 +169,8 @@ def test_flash_attention_in_a_graph_is_planned_for_one_split(plans, changes, fre
         assert metadata.max_num_splits == 1 and metadata.jetrl_decodes is decodes
         assert plans == ([len(fresh)] if planned and not fast else [])
         assert (metadata.scheduler_metadata is not None) is (planned and not fast)
+        # With heads of 64 few queries would get other blocks of keys than the trainer's sequences.
+        assert metadata.max_query_len == max(65 if "headdim" in changes else 1, *fresh)
 
 
 def test_without_the_native_library_decodes_are_planned_too(plans, monkeypatch):
@@ -284,7 +286,7 @@ def test_only_uniform_batches_are_captured_with_the_native_kernel(monkeypatch, u
         (CPUAttentionBackend, {"sinks": object()}, "other than plain causal is not supported"),
         (CPUAttentionBackend, {"sliding_window": (127, 0)}, "sliding window attention is not supported"),
         (CPUAttentionBackend, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 is not supported"),
-        (CPUAttentionBackend, {"head_size": 64}, "64"),
+        (CPUAttentionBackend, {"head_size": 96}, "do not cover heads of 96"),
     ],
 )
 def test_attention_that_is_not_covered_is_refused(backend, changes, complaint):

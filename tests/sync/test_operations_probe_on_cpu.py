@@ -105,6 +105,13 @@ def test_a_side_with_stock_operations_differs_in_every_operation(sums):
 # --- a rollout's KV cache ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_heads_of_the_model_are_probed(sums, head_dim):
+    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, head_dim=head_dim) for side in (False, True))
+    of_heads = {"attention", DECODES["bf16"], "rotary", "norm_rotary"}
+    assert trainer == rollout and {name for name in sums if sums[name] != trainer[name]} == of_heads
+
+
 @pytest.mark.parametrize("cache", formats.CACHES)
 def test_trainer_and_rollout_state_the_same_sums_for_a_cache(sums, cache):
     trainer, rollout = (stated_operations(CPU, "shared", cache, rollout=side) for side in (False, True))
@@ -260,9 +267,10 @@ def test_the_native_kernel_computes_the_probes_pages_where_it_is_built(monkeypat
     monkeypatch.setattr(kernels, "decode_attention_bf16", decode)
     stated_operations(CPU, "shared", rollout=True)
     assert calls == [True] * 4
-    assert math.isnan(_unwritten(CPU)) and math.isnan(_unwritten(torch.device("cuda")))
+    gpu = torch.device("cuda")
+    assert math.isnan(_unwritten(CPU, 64)) and math.isnan(_unwritten(gpu, 128)) and math.isfinite(_unwritten(gpu, 64))
     monkeypatch.setattr(native, "unavailable", lambda: "it is not built")
-    assert math.isnan(_unwritten(CPU)) and math.isfinite(_unwritten(torch.device("cuda")))
+    assert math.isnan(_unwritten(CPU, 128)) and math.isfinite(_unwritten(gpu, 128))
 
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def test_packing_reads_sequences_from_masks_and_from_positions():
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        (dict(head_dim=64), "do not cover heads of 64"),
+        (dict(head_dim=96), "do not cover heads of 96"),
         (dict(hidden_act="gelu"), "do not cover the activation gelu"),
         (dict(attention_dropout=0.1), "do not cover attention dropout"),
         (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4, factor=2.0)), "do not cover rope_type=yarn"),

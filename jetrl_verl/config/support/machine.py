@@ -163,7 +163,7 @@ MODEL_ROWS: dict[str, Row] = {
     "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),
     # --- what the shared operations do not cover ---
     "another_decoder": Row("a decoder with other modules than its family's, or a bias on lm_head", scope=SHARED),
-    "head_dim": Row("heads other than 128", scope=SHARED),
+    "head_dim": Row("heads other than 64, 128 and 256", scope=SHARED),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
     "partial_rotary": Row("partly rotated heads", scope=SHARED),
     "activation": Row("an activation other than SiLU", scope=SHARED),

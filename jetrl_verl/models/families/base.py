@@ -475,7 +475,7 @@ class Family:
         kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
         for row, wrong, what in (
-            ("head_dim", self.head_dim(config) != kernels.HEAD_DIM, f"heads of {self.head_dim(config)}"),
+            ("head_dim", self.head_dim(config) not in kernels.HEAD_DIMS, f"heads of {self.head_dim(config)}"),
             ("partial_rotary", part != 1.0, f"partial_rotary_factor={part}"),
             ("rope_type", kind not in kernels.ROPE_TYPES, f"rope_type={kind}"),
             ("activation", read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),

@@ -61,8 +61,9 @@ class Format(ABC):
         rows_per_scale, columns_per_scale: of a weight that share a scale; None: all columns.
         scale_dtype: of the scales.
         accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input. If so, the format has the
-            operations before it, with the arguments of ``kernels.<operation>_quantize_1x128``: ``rms_norm`` and
-            ``silu_mul`` (differentiable), ``add_rms_norm``, ``combine_add_rms_norm`` and ``silu_mul_inference``.
+            operations before it, with the arguments of ``kernels.<operation>_quantize_1x128``: ``rms_norm``,
+            ``gated_rms_norm`` and ``silu_mul`` (differentiable), ``add_rms_norm``, ``combine_add_rms_norm`` and
+            ``silu_mul_inference``.
     """
 
     traits: Traits
@@ -75,6 +76,7 @@ class Format(ABC):
     rms_norm: Callable[..., QuantizedTensor]
     add_rms_norm: Callable[..., tuple[QuantizedTensor, torch.Tensor]]
     combine_add_rms_norm: Callable[..., tuple[QuantizedTensor, torch.Tensor]]
+    gated_rms_norm: Callable[..., QuantizedTensor]
     silu_mul: Callable[..., QuantizedTensor]
     silu_mul_inference: Callable[..., QuantizedTensor]
 

@@ -129,6 +129,15 @@ def require_shape(operation: str, name: str, tensor: torch.Tensor, shape: tuple[
 
 def require_bf16(operation: str, **tensors: torch.Tensor) -> None:
     """Raise ``TypeError`` unless every tensor is BF16, the type of activations between operations on both sides."""
+    _require_type(operation, torch.bfloat16, tensors)
+
+
+def require_fp32(operation: str, **tensors: torch.Tensor) -> None:
+    """Raise ``TypeError`` unless every tensor is FP32."""
+    _require_type(operation, torch.float32, tensors)
+
+
+def _require_type(operation: str, dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.bfloat16:
-            raise TypeError(f"{operation}: {name} is {tensor.dtype}, expected torch.bfloat16; cast it where it is made")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{operation}: {name} is {tensor.dtype}, expected {dtype}; cast it where it is made")

@@ -8,7 +8,8 @@
 * One FP32 partial sum per 128-wide K block, added as ``acc += (s_a * s_b) * partial`` in ascending K, one rounding at
   the end (``gemm.py``).
 * ``experts.py``: which rows a mixture of experts multiplies and in what order it adds them. ``kv_cache.py``: the FP8
-  KV cache and its pages. ``int8.py``: the INT8 rollout baselines.
+  KV cache and its pages. ``int8.py``: the INT8 rollout baselines. ``delta_net.py``: a gated delta net's operations.
+* ``reproducible.py``: CPU arithmetic without dependence on the batch.
 """
 
 from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RULES, ScaleRule, check_rule

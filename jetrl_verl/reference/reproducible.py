@@ -52,8 +52,8 @@ def on_grid(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def exp(x: torch.Tensor) -> torch.Tensor:
-    """``e^x`` in float64 for ``x <= 0`` (``-inf`` too), relative error below 2^-41; results below e^-700 stay there."""
-    x = x.clamp(min=-700.0)
+    """``e^x`` in float64, relative error below 2^-41; results below e^-700 and above e^700 stay there."""
+    x = x.clamp(-700.0, 700.0)
     k = (x * _LOG2_E).round_()
     r = x.sub_(k * _LN2_HIGH).sub_(k * _LN2_LOW)
     result = torch.full_like(r, _EXP_COEFFICIENTS[-1])
@@ -74,6 +74,12 @@ def log(x: torch.Tensor) -> torch.Tensor:
     for coefficient in reversed(_LOG_COEFFICIENTS[:-1]):
         result.mul_(square).add_(coefficient)
     return result.mul_(s).mul_(2) + (exponent * _LN2_LOW + exponent * _LN2_HIGH)
+
+
+def log1p(x: torch.Tensor) -> torch.Tensor:
+    """``ln(1 + x)`` in float64 for ``x >= 0``; relative error below 2^-41, of tiny ``x`` too."""
+    total = x + 1
+    return log(total) + (x - (total - 1)) / total
 
 
 def sum_of_fractions(x: torch.Tensor, bits: int) -> torch.Tensor:

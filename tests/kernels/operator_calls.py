@@ -59,6 +59,11 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
     on_tokens = (kernels.cache_form(normal(PAGES, 32, KV_HEADS, 128, seed=seed)) for seed in (1, 2))
     on_pages = cu, whole(9, TOKENS), whole(0, 1, 1, 2).view(2, 2), 0.1
 
+    qkv, taps, fresh = normal(TOKENS, 4 * 128), normal(4 * 128, 4), whole(0, 0)
+    gates = *(normal(TOKENS, 2, seed=seed, dtype=torch.float32) for seed in (1, 2)), normal(2), normal(2, seed=1)
+    conv_states, delta_states = normal(3, 3, 4 * 128), normal(3, 2, 128, 128, dtype=torch.float32)
+    gated = normal(TOKENS, 2, 128), normal(TOKENS, 2, 128, seed=1), normal(128), 1e-6
+
     def gradients(name: str) -> tuple[Any, ...]:
         out, lse = getattr(torch.ops.jetrl, name)(*packed)
         return normal(TOKENS, HEADS, 128, seed=3), *packed[:4], out, lse, *packed[4:]
@@ -105,6 +110,14 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "silu_mul_backward": (dy, gate, up),
         "silu_mul_quantize": (gate, up, "fp32", True),
         "silu_mul_backward_quantize": (dy, gate, up, "fp32"),
+        "causal_conv1d": (qkv, taps, cu),
+        "causal_conv1d_backward": (qkv, qkv, taps, cu),
+        "causal_conv1d_update": (qkv, taps, conv_states, whole(2, 0), fresh, cu),
+        "gated_delta_rule": (qkv, *gates, cu),
+        "gated_delta_rule_update": (qkv, *gates, delta_states, whole(2, 0), fresh, cu),
+        "gated_rms_norm": gated,
+        "gated_rms_norm_backward": (normal(TOKENS, 2 * 128), *gated),
+        "gated_rms_norm_quantize_1x128": (*gated, "fp32", True),
         "norm_rotary": (q, key, *of_heads),
         "norm_rotary_write": (*to_cache, bf16_cache[0], bf16_cache[1], slots),
         "norm_rotary_write_fp8": (*to_cache, cache.clone(), slots),

@@ -1,0 +1,315 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gated delta rule (reference/delta_net.py): l2 norms of queries and keys, gates, and one step per token.
+
+``gated_delta_rule`` computes whole sequences, ``gated_delta_rule_update`` continues those of a rollout's slots: the
+same bits, wherever a sequence is cut. The gradient is computed by chunks of 64 tokens from the saved inputs, by
+flash-linear-attention on a GPU where it is installed.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.dispatch import CPU_ALONE, implements, lookup
+from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
+from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
+from jetrl_verl.kernels.views import as_type
+from jetrl_verl.reference import delta_net
+from jetrl_verl.reference.delta_net import HEAD, L2_EPS, LINEAR_SOFTPLUS, heads_of
+
+__all__ = ["gated_delta_rule", "gated_delta_rule_update"]
+
+CHUNK = 64
+"""Tokens of a chunk of the gradient."""
+_STATE_BYTES = 2**27
+"""Of FP32 states whose gradient is computed at once, in some twenty times as much memory; heads are independent."""
+
+# --- reference --------------------------------------------------------------------------------------------------------
+
+
+@implements("gated_delta_rule", "reference")
+def reference_gated_delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """``[T, HV, 128]`` BF16."""
+    nothing = b.new_zeros(len(cu_seqlens) - 1, b.shape[1], HEAD, HEAD)
+    return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing)[0]
+
+
+@implements("gated_delta_rule_update", "reference")
+def reference_gated_delta_rule_update(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    computed: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """``[T, HV, 128]`` BF16; ``states`` are written in place."""
+    state = read_slots(states, slots, computed)
+    o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state)
+    write_slots(states, slots, cu_seqlens, state)
+    return zero_padded(o, slots, cu_seqlens)
+
+
+# --- gradient ---------------------------------------------------------------------------------------------------------
+
+Gradients = tuple[torch.Tensor, ...]
+
+
+def _gates(b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``delta_net.gates`` for autograd."""
+    return -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
+
+
+def rule_by_chunks(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor
+) -> torch.Tensor:
+    """The recurrence by chunks, for autograd: products of matrices in a chunk, one step per chunk for the state.
+
+    Let G be the sum of g up to a row of a chunk, S the state before the chunk, and A_tj = beta_t (k_t k_j) exp(G_t -
+    G_j) for j < t. The rows that the chunk adds to the state are u - w S, with (I + A) [u, w] = beta [v, exp(G) k], so
+    the state after it is affine in S (Yang et al., arXiv 2412.06464, section 3.3).
+
+    Args:
+        q, k, v: ``[T, H, 128]``, normed and scaled, of one type. g, beta: ``[T, H]``. cu_seqlens: ``[B + 1]``.
+
+    Returns:
+        o ``[T, H, 128]``.
+    """
+    sequence, place = delta_net.places(cu_seqlens, len(q))
+    chunks_before = F.pad(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
+    row = chunks_before[sequence] * CHUNK + place
+    # At least as many as there are, known without waiting for the device.
+    chunks = ceil_div(len(q), CHUNK) + len(cu_seqlens) - 1
+    # [chunks, H, 64, ...]; a row without a token has zeros, which change nothing.
+    q, k, v, g, beta = (
+        x.new_zeros(chunks * CHUNK, *x.shape[1:]).index_copy(0, row, x).unflatten(0, (chunks, CHUNK)).transpose(1, 2)
+        for x in (q, k, v, g, beta)
+    )
+    begins = torch.zeros(chunks + 1, dtype=torch.bool, device=q.device).index_fill_(0, chunks_before, True)
+
+    # In float64, since differences of large sums are what counts.
+    total = g.double().cumsum(-1)
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype)
+    decay = between.masked_fill(later, -torch.inf).exp()
+    since_begin = total.to(g.dtype).exp().unsqueeze(-1)
+    until_end = (total[..., -1:] - total).to(g.dtype).exp().unsqueeze(-1)
+    weighted = k * beta.unsqueeze(-1)
+    inner = (weighted @ k.mT * decay).tril(-1)
+    both = torch.cat([v * beta.unsqueeze(-1), weighted * since_begin], dim=-1)
+    # The diagonal of ones is not read.
+    u, w = torch.linalg.solve_triangular(inner, both, upper=False, unitriangular=True).split(HEAD, dim=-1)
+    # S' = carry S + added
+    at_end = (k * until_end).mT
+    carry = torch.diag_embed(since_begin[..., -1:, 0].expand(*k.shape[:2], HEAD)) - at_end @ w
+    added = at_end @ u
+    state, states = torch.zeros_like(added[0]), []
+    for chunk in range(chunks):
+        state = torch.where(begins[chunk], 0, state)
+        states.append(state)
+        state = torch.baddbmm(added[chunk], carry[chunk], state)
+    state = torch.stack(states)
+    o = (q * since_begin) @ state + (q @ k.mT * decay) @ (u - w @ state)
+    return o.transpose(1, 2).flatten(0, 1)[row]
+
+
+def chunk_gradients(
+    do: torch.Tensor,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> Gradients:
+    """Gradients of qkv, b, a, a_log and dt_bias in FP32, by torch's operators."""
+    q, k, v = heads_of(qkv, b.shape[1])
+    group = v.shape[1] // q.shape[1]
+    bytes_of_head = (ceil_div(len(qkv), CHUNK) + len(cu_seqlens)) * group * HEAD * HEAD * 4
+    at_once = max(1, _STATE_BYTES // bytes_of_head)
+    parts = []
+    for first in range(0, q.shape[1], at_once):
+        keys = slice(first, first + at_once)
+        values = slice(first * group, (first + at_once) * group)
+        of_heads = q[:, keys], k[:, keys], v[:, values], b[:, values], a[:, values], a_log[values], dt_bias[values]
+        with torch.enable_grad():
+            leaves = [x.detach().float().requires_grad_() for x in of_heads]
+            q_, k_ = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in leaves[:2])
+            q_, k_ = (x.repeat_interleave(group, dim=1) for x in (q_ * HEAD**-0.5, k_))
+            o = rule_by_chunks(q_, k_, leaves[2], *_gates(*leaves[3:]), cu_seqlens)
+        parts.append(torch.autograd.grad(o, leaves, do[:, values].float()))
+    dq, dk, dv, db, da, da_log, ddt_bias = zip(*parts, strict=True)
+    dqkv = torch.cat([x.flatten(1) for x in (*dq, *dk, *dv)], dim=1)
+    return dqkv, torch.cat(db, dim=1), torch.cat(da, dim=1), torch.cat(da_log), torch.cat(ddt_bias)
+
+
+@cache
+def _fla_rule() -> Callable | None:
+    """``chunk_gated_delta_rule`` of flash-linear-attention (package fla-core), None where it is not installed."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return None
+    return chunk_gated_delta_rule
+
+
+def fla_gradients(
+    do: torch.Tensor,
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> Gradients:
+    """As :func:`chunk_gradients`, by flash-linear-attention, whose products round their operands to BF16."""
+    with torch.enable_grad():
+        leaves = [qkv.detach().requires_grad_(), *(x.detach().float().requires_grad_() for x in (b, a, a_log, dt_bias))]
+        q, k, v = heads_of(leaves[0], b.shape[1])
+        q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))
+        g, beta = _gates(*leaves[1:])
+        batch = (x[None].contiguous() for x in (q, k, v, g, beta.to(q.dtype)))
+        # The caller's own tensor of boundaries, by which fla caches what it derives from them.
+        o, _ = _fla_rule()(*batch, scale=HEAD**-0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
+    return torch.autograd.grad(o, leaves, do[None])
+
+
+# --- torch operators --------------------------------------------------------------------------------------------------
+
+
+def _fake(qkv, b, *_):
+    return qkv.new_empty(*b.shape, HEAD)
+
+
+@operator(
+    "gated_delta_rule(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor cu_seqlens) -> Tensor",
+    fake=_fake,
+    backends=CPU_ALONE,
+)
+def _gated_delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    return lookup("gated_delta_rule", qkv.device)(qkv, b, a, a_log, dt_bias, cu_seqlens)
+
+
+@operator(
+    "gated_delta_rule_update(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor(a!) states,"
+    " Tensor slots, Tensor computed, Tensor cu_seqlens) -> Tensor",
+    fake=_fake,
+    backends=CPU_ALONE,
+)
+def gated_delta_rule_update(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    slots: torch.Tensor,
+    computed: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`gated_delta_rule` of the next tokens of requests, for inference.
+
+    Args:
+        qkv: ``[T, C]`` BF16 of ``causal_conv1d_update``. b, a, a_log, dt_bias: as there.
+        states: ``[slots, HV, 128, 128]`` FP32, keys' features first, any strides, written in place.
+        slots, computed, cu_seqlens: as of ``causal_conv1d_update``.
+
+    Returns:
+        ``[T, HV, 128]`` BF16.
+
+    Raises:
+        TypeError: an operand of another type. ValueError: shapes that do not fit.
+    """
+    _check("gated_delta_rule_update", qkv, b, a, a_log, dt_bias)
+    require_fp32("gated_delta_rule_update", states=states)
+    require_shape("gated_delta_rule_update", "states", states, (states.shape[0], b.shape[1], HEAD, HEAD))
+    require_slots("gated_delta_rule_update", slots, computed, cu_seqlens)
+    run = lookup("gated_delta_rule_update", qkv.device)
+    return run(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens)
+
+
+def _check(operation: str, qkv, b, a, a_log, dt_bias) -> None:
+    require_bf16(operation, qkv=qkv)
+    require_fp32(operation, b=b, a=a)
+    require_shape(operation, "b", b, (len(qkv), b.shape[-1]))
+    for name, tensor, shape in (("a", a, b.shape), ("a_log", a_log, b.shape[1:]), ("dt_bias", dt_bias, b.shape[1:])):
+        require_shape(operation, name, tensor, shape)
+    keys, rest = divmod(qkv.shape[1] - HEAD * b.shape[1], 2 * HEAD)
+    if rest or keys < 1 or b.shape[1] % keys:
+        raise ValueError(
+            f"{operation}: {qkv.shape[1]} columns are not query, key and {b.shape[1]} value heads of {HEAD}, with as "
+            "many value heads for each key head; pass the convolution's q | k | v"
+        )
+
+
+# --- functions --------------------------------------------------------------------------------------------------------
+
+
+class _GatedDeltaRule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, b, a, a_log, dt_bias, cu_seqlens):
+        ctx.save_for_backward(qkv, b, a)
+        keep(ctx, a_log, dt_bias, cu_seqlens)
+        return _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: torch.Tensor):
+        (qkv, b, a), (a_log, dt_bias, cu_seqlens) = ctx.saved_tensors, kept(ctx)
+        gradients = fla_gradients if qkv.is_cuda and _fla_rule() is not None else chunk_gradients
+        rounded = (x.to(torch.bfloat16) for x in (a_log, dt_bias))
+        dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
+        return (
+            *(as_type(dqkv, qkv.dtype), db, da),
+            *(as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None),
+        )
+
+
+def gated_delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """The recurrence over packed sequences, which begin with a state of zeros; differentiable in all but the last.
+
+    Args:
+        qkv: ``[T, C]`` BF16 of ``causal_conv1d``: q and k of HK heads, v of HV heads, all of 128 features.
+        b, a: ``[T, HV]`` FP32. a_log, dt_bias: ``[HV]``, taken at their BF16 values.
+        cu_seqlens: ``[B + 1]`` int32, first tokens of the sequences and T.
+
+    Returns:
+        ``[T, HV, 128]`` BF16.
+
+    Raises:
+        TypeError: an operand of another type. ValueError: shapes that do not fit.
+    """
+    _check("gated_delta_rule", qkv, b, a, a_log, dt_bias)
+    if torch.is_grad_enabled():
+        return _GatedDeltaRule.apply(qkv, b, a, a_log, dt_bias, cu_seqlens)
+    return _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens)

@@ -5,6 +5,7 @@
 What is not supported is a row of ``support/machine.py``; what the workers' machines are, ``workers`` asks.
 """
 
+from collections.abc import Sequence
 from glob import glob, has_magic
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +34,7 @@ def check_environment(job: Job, get: Get) -> None:
     check_models(job, get)
     if get("data.custom_cls.path") is None:
         for key in ("data.train_files", "data.val_files"):
-            check_data(key, get(key))
+            check_data(key, get(key), [get(f"data.{kind}_key") for kind in ("image", "video")])
 
 
 def is_pinned(package: str, version: str) -> bool:
@@ -79,8 +80,9 @@ def check_patches(job: Job) -> None:
             refuse("patch", precision=job.options.precision, what=what, why=mismatch, remedy=remedy)
 
 
-def check_data(key: str, files: Any) -> None:
-    """Check that each local ``.parquet`` file of ``data.train_files`` or ``data.val_files`` opens and yields a row."""
+def check_data(key: str, files: Any, media: Sequence[str | None] = ()) -> None:
+    """Check that each local ``.parquet`` file of ``data.train_files`` or ``data.val_files`` opens and yields a row,
+    which has nothing in the ``media`` columns."""
     if files is None:
         return
     import pyarrow.parquet
@@ -96,8 +98,10 @@ def check_data(key: str, files: Any) -> None:
                 pyarrow.parquet.ParquetFile(path) as file,
             ):
                 # The footer may be whole where the data is not.
-                for _ in file.iter_batches(batch_size=1):
-                    break
+                first = next(file.iter_batches(batch_size=1), None)
+            rows = first.to_pylist() if first is not None else []
+            if column := next((name for row in rows for name in media if row.get(name)), None):
+                refuse("images", what=f"the column {column} of {path} ({key})", scope="a precision other than bf16")
 
 
 def _data_files(key: str, name: Any) -> list[Path]:

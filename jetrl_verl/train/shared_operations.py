@@ -41,7 +41,7 @@ def _text_positions(positions: torch.Tensor) -> torch.Tensor:
     if positions.dim() == 2:
         return positions
     if not torch.equal(positions, positions[:1].expand_as(positions)):
-        refuse("images", what="a sample with positions of an image or video")
+        refuse("images", what="a sample with positions of an image or video", scope="shared operations")
     return positions[0]
 
 
@@ -177,7 +177,7 @@ def _model_forward(
     if token_numbers is None:
         return type(self).forward(self, *args, **inputs)
     if inputs.keys() & _IMAGES:
-        refuse("images", what="a sample with an image or video")
+        refuse("images", what="a sample with an image or video", scope="shared operations")
     if _slices_itself(self):
         inputs["inputs_embeds"] = self.get_input_embeddings()(inputs.pop("input_ids"))
     hidden_states = self.get_decoder()(*args, **inputs).last_hidden_state

@@ -307,6 +307,22 @@ def test_a_missing_data_file_is_refused(parquet, tmp_path):
     assert "(data.val_files) does not exist" in refusal(check_data, "data.val_files", [str(parquet), str(missing)])
 
 
+def test_a_data_file_with_images_is_refused(tmp_path):
+    import pyarrow
+
+    for images, seen in (([], False), (None, False), ([{"path": "a.png"}], True)):
+        file = tmp_path / "images.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "1+1", "images": images}]), file)
+        check_data("data.train_files", str(file), ["videos", None])
+        if seen:
+            message = refusal(check_data, "data.train_files", str(file), ["images", "videos"])
+            assert message.startswith(
+                f"the column images of {file} (data.train_files) is not supported with a precision"
+            )
+        else:
+            check_data("data.train_files", str(file), ["images", "videos"])
+
+
 def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
     """verl passes its strings to ``load_dataset``, which accepts patterns."""
     import datasets

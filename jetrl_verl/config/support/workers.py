@@ -25,7 +25,6 @@ WORKER_ROWS: dict[str, Row] = {
     "images": Row(
         "samples with images or video",
         "both sides compute the positions of text alone",
-        scope=SHARED,
         instead="Set data.train_files and data.val_files to text, or precision=bf16",
     ),
     # precision=bf16 has no check in the driver, and what a layer passes to its attention shows in a forward alone.

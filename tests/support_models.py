@@ -77,7 +77,7 @@ MODELS = {
     "tied_in_one_part": HYBRID | {"tie_word_embeddings": True},
     "delta_net_heads": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_num_value_heads": 3}},
     "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
-    "head_dim": {"head_dim": 64},
+    "head_dim": {"head_dim": 192},
     "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
     "partial_rotary": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "activation": {"hidden_act": "gelu"},

@@ -39,6 +39,7 @@ class BlockFP8(Format):
     gated_rms_norm = staticmethod(kernels.gated_rms_norm_quantize_1x128)
     silu_mul = staticmethod(kernels.silu_mul_quantize_1x128)
     silu_mul_inference = staticmethod(kernels.silu_mul_quantize)
+    sigmoid_mul = staticmethod(kernels.sigmoid_mul_quantize)
     silu_mul_backward = staticmethod(kernels.silu_mul_backward_quantize)
     weighted_silu_mul_backward = staticmethod(kernels.weighted_silu_mul_backward_quantize)
     experts_wgrad = staticmethod(kernels.grouped_wgrad)

@@ -63,7 +63,7 @@ class Format(ABC):
         accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input. If so, the format has the
             operations before it, with the arguments of ``kernels.<operation>_quantize_1x128``: ``rms_norm``,
             ``gated_rms_norm`` and ``silu_mul`` (differentiable), ``add_rms_norm``, ``combine_add_rms_norm`` and
-            ``silu_mul_inference``.
+            ``silu_mul_inference``; and ``kernels.sigmoid_mul_quantize``.
     """
 
     traits: Traits
@@ -79,6 +79,7 @@ class Format(ABC):
     gated_rms_norm: Callable[..., QuantizedTensor]
     silu_mul: Callable[..., QuantizedTensor]
     silu_mul_inference: Callable[..., QuantizedTensor]
+    sigmoid_mul: Callable[..., QuantizedTensor]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

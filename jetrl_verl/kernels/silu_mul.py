@@ -55,7 +55,8 @@ def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return silu.float().to(device), derivative.float().to(device)
 
 
-def _look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Entries of a table of 2^16 numbers for BF16 ``gate``."""
     if gate.device.type != "cpu":
         return table[gate.detach().view(torch.int16).int() & 0xFFFF]
     # numpy indexes by 16-bit integers directly, three times as fast as torch.
@@ -65,14 +66,14 @@ def _look_up(table: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 def silu_and_derivative(gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """silu of BF16 ``gate`` on any device and its derivative, each rounded once to FP32."""
-    silu, derivative = (_look_up(table, gate) for table in _tables(gate.device))
+    silu, derivative = (look_up(table, gate) for table in _tables(gate.device))
     return silu, derivative
 
 
 @implements("silu_mul", "reference")
 def reference_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """The product ``[..., I]`` BF16."""
-    return _look_up(_tables(gate.device)[0], gate).mul_(up.float()).to(torch.bfloat16)
+    return look_up(_tables(gate.device)[0], gate).mul_(up.float()).to(torch.bfloat16)
 
 
 @implements("silu_mul_backward", "reference")

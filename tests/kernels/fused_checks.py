@@ -129,7 +129,19 @@ def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: s
         assert_same_bytes(got, want)
 
 
-CHECKS = (check_norm, check_norm_after_experts, check_silu_mul, check_silu_mul_backward)
+def check_sigmoid_mul(case: Callable, m: int, k: int, rule: str, device: str) -> None:
+    """Operands that are heads of one tensor, as of a gated query, every combination of outputs."""
+    x, gate = (bf16(inputs, m, k, device, seed) for seed, inputs in enumerate((case, gaussian)))
+    x, gate = torch.stack([x, gate], dim=1).view(m, 2, k // 128, 128).transpose(1, 2).contiguous().unbind(2)
+    plain = triton_kernels.sigmoid_mul(x, gate)
+    rows = reference.quantize_1x128(plain.cpu(), rule)
+    for with_product in (True, False):
+        y, q = triton_kernels.sigmoid_mul_quantize(x, gate, rule, with_product)
+        assert_same_bytes(q, rows)
+        assert y is None if not with_product else torch.equal(y.view(torch.int16), plain.view(torch.int16))
+
+
+CHECKS = (check_norm, check_norm_after_experts, check_silu_mul, check_silu_mul_backward, check_sigmoid_mul)
 
 
 def qdata_in(results) -> list[torch.Tensor]:

@@ -189,6 +189,18 @@ def test_silu_mul_and_its_gradient(shape):
         assert_close(got, x.grad, BF16_STEP)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 128), (9, 3, 256), (0, 2, 128)])
+def test_sigmoid_mul_and_its_gradient(shape):
+    x, gate = (normal(*shape[:-1], 2 * shape[-1]) * 3).chunk(2, dim=-1)
+    dy = normal(shape[0], shape[1] * shape[2], seed=5)
+    exact = [x.double().requires_grad_() for x in (x, gate)]
+    expected = reference.sigmoid_mul(*exact)
+    expected.backward(dy.double())
+    assert_close(triton_kernels.sigmoid_mul(x, gate), expected.detach(), BF16_STEP)
+    for got, want in zip(triton_kernels.sigmoid_mul_backward(dy, x, gate), exact, strict=True):
+        assert_close(got, want.grad, BF16_STEP)
+
+
 LOGITS = [(1, 128, 99), (70, 200, 130), (131, 64, 530), (600, 64, 20), (9, 64, 600), (0, 64, 8)]
 """Sizes of routers and of vocabularies."""
 

@@ -93,15 +93,17 @@ def test_activation_and_its_gradient(rule):
 
 def test_gradients_are_those_of_the_plain_operations():
     inputs = {"norm": (normal(*SHAPE), normal(256)), "activation": (normal(*SHAPE), normal(*SHAPE))}
+    inputs["gate"] = inputs["activation"]
     dy = normal(*SHAPE)
     for name, plain, quantizing in (
         ("norm", lambda x, w: kernels.rms_norm(x, w, EPS), lambda x, w: rms_norm_quantize_1x128(x, w, EPS, "fp32")),
         ("activation", kernels.silu_mul, lambda gate, up: silu_mul_quantize_1x128(gate, up, "fp32")),
+        ("gate", kernels.sigmoid_mul, lambda x, gate: kernels.sigmoid_mul_quantize(x, gate, "fp32")),
     ):
         gradients = []
         for operation in (plain, lambda *operands, quantizing=quantizing: quantizing(*operands).source):
             operands = [x.clone().requires_grad_() for x in inputs[name]]
-            operation(*operands).backward(dy)
+            operation(*operands).view(SHAPE).backward(dy)
             gradients.append([x.grad for x in operands])
         assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 

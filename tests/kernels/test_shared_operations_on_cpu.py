@@ -183,8 +183,9 @@ def test_heads_of_a_merged_projection_are_normalized_as_a_copy():
         assert got.is_contiguous() and torch.equal(got, kernels.rms_norm(x.clone(), weight, EPS))
 
 
-def test_gradient_of_silu_mul():
+def test_gradients_of_gates():
     check_gradient(kernels.silu_mul, reference.silu_mul, normal(9, 131).mul(4), normal(9, 131, seed=2))
+    check_gradient(kernels.sigmoid_mul, reference.sigmoid_mul, normal(9, 3, 256), normal(9, 3, 256, seed=2).mul(4))
 
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 123, 1), (64, 64)])
@@ -247,6 +248,7 @@ def rows_and_functions():
         lambda x, rows: torch.cat(kernels.rotary(x[:, :2], x[:, 2:], table, rows), dim=1),
     )
     yield "silu_mul", normal(4097, 130), lambda x, rows: kernels.silu_mul(*x.chunk(2, -1))
+    yield "sigmoid_mul", normal(4097, 2, 256), lambda x, rows: kernels.sigmoid_mul(*x.chunk(2, -1))
     yield "logits", normal(4097, 256), lambda x, rows: kernels.logits(x, head)
     yield (
         "log_probs",
@@ -429,6 +431,7 @@ def test_another_head_dimension_raises():
         (lambda x: kernels.rms_norm(x, x[0], EPS), "rms_norm: x"),
         (lambda x: kernels.add_rms_norm(x.bfloat16(), x, x[0], EPS), "add_rms_norm: residual"),
         (lambda x: kernels.silu_mul(x.bfloat16(), x), "silu_mul: up"),
+        (lambda x: kernels.sigmoid_mul(x.bfloat16(), x), "sigmoid_mul: gate"),
         (lambda x: kernels.logits(x, x), "logits: hidden"),
         (lambda x: kernels.rotary(x.bfloat16(), x, x, x), "rotary: k"),
     ],

@@ -244,7 +244,7 @@ def test_gradients_of_attention(head_dim):
         assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "rotary", "logits", "log_probs"])
+@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "sigmoid_mul", "rotary", "logits", "log_probs"])
 def test_gradients_of_the_others(operation):
     table = kernels.rotary_table(128, 64, {"rope_theta": 1e4}).cuda()
     positions = torch.arange(66, device="cuda")[::2] % 50
@@ -256,6 +256,11 @@ def test_gradients_of_the_others(operation):
             (normal(33, 256), normal(256)),
         ),
         "silu_mul": (kernels.silu_mul, reference.silu_mul, (normal(33, 131), normal(33, 131, seed=1))),
+        "sigmoid_mul": (
+            kernels.sigmoid_mul,
+            reference.sigmoid_mul,
+            normal(33, 3, 512).chunk(2, dim=-1),
+        ),
         "rotary": (
             lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
             lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),

@@ -24,6 +24,7 @@ from jetrl_verl.kernels.logits import MANY_ROWS, ROUTER_TILES, TILES, _logits_ke
 from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
 from jetrl_verl.kernels.rms_norm import _backward_kernel, _rms_norm_kernel
 from jetrl_verl.kernels.rotary import _rotary_kernel
+from jetrl_verl.kernels.sigmoid_mul import _sigmoid_mul_backward_kernel, _sigmoid_mul_kernel
 from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_kernel
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
@@ -101,6 +102,16 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             _silu_mul_backward_kernel,
             dict.fromkeys(("dy_ptr", "gate_ptr", "up_ptr", "dgate_ptr", "dup_ptr"), BF16),
             {"TILE": 1024},
+        ),
+        (
+            _sigmoid_mul_kernel,
+            dict.fromkeys(("x_ptr", "gate_ptr", "y_ptr"), BF16) | {"qdata_ptr": "*u8", "scales_ptr": FP32},
+            {"D": 256, "GROUPS": 32, "WITH_Y": True, "QUANTIZE": True, "POW2": False},
+        ),
+        (
+            _sigmoid_mul_backward_kernel,
+            dict.fromkeys(("dy_ptr", "x_ptr", "gate_ptr", "dx_ptr", "dgate_ptr"), BF16),
+            {"D": 256, "GROUPS": 32},
         ),
         (_chunk_kernel, OF_ROWS, {"CHUNK": CHUNK, "ROWS_TOGETHER": ROWS_TOGETHER}),
         (_combine_kernel, OF_ROWS, {"LANES": LANES}),

@@ -30,6 +30,8 @@ OPERATIONS = (
     "norm_rotary",
     "silu_mul",
     "silu_mul_quantize",
+    "sigmoid_mul",
+    "sigmoid_mul_quantize",
     "attention",
     "logits",
     "log_probs",

@@ -55,7 +55,8 @@ def check_versions(job: Job) -> None:
             what, remedy = f"an environment without {package}", f"Set up {package} {pin}"
             refuse("missing_package", precision=precision, what=what, remedy=remedy)
         if not is_pinned(package, installed):
-            why, remedy = f"it works with {package} {pin}", f"Set up {package} {pin}, or precision=bf16"
+            why = f"it works with {package} {pin} (docs/upgrade.md says what others change)"
+            remedy = f"Set up {package} {pin}, or precision=bf16"
             refuse("version", precision=precision, what=f"{package} {installed}", why=why, remedy=remedy)
 
 

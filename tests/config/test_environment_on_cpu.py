@@ -98,8 +98,8 @@ def test_this_environment_is_the_pinned_one():
 )
 def test_another_version_is_refused_with_the_pinned_one(package, version, works_with):
     assert refusal(check_versions, job_with(**{package: version})) == (
-        f"{package} {version} is not supported with precision=jet_fp8: it works with {works_with}. "
-        f"Set up {works_with}, or precision=bf16."
+        f"{package} {version} is not supported with precision=jet_fp8: it works with {works_with} "
+        f"(docs/upgrade.md says what others change). Set up {works_with}, or precision=bf16."
     )
 
 

@@ -29,14 +29,7 @@ def reference_causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: t
 
 
 @implements("causal_conv1d_update", "reference")
-def reference_causal_conv1d_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    states: torch.Tensor,
-    slots: torch.Tensor,
-    computed: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def reference_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) -> torch.Tensor:
     """``[T, C]`` BF16; ``states`` are written in place."""
     past = read_slots(states, slots, computed)
     y, past = delta_net.causal_conv1d(x, weight, cu_seqlens, past)
@@ -45,9 +38,7 @@ def reference_causal_conv1d_update(
 
 
 @implements("causal_conv1d_backward", "reference")
-def reference_causal_conv1d_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[T, C]`` BF16 and dw ``[C, 4]`` FP32; the convolution is computed again."""
     y = delta_net.convolve(x, weight, cu_seqlens, _nothing_before(x, cu_seqlens))
     probability = y.sigmoid()
@@ -85,9 +76,7 @@ def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tens
     fake=lambda dy, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
     backends=REFERENCE,
 )
-def _causal_conv1d_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("causal_conv1d_backward", x.device)(dy, x, weight, cu_seqlens)
 
 

@@ -34,31 +34,14 @@ _STATE_BYTES = 2**27
 
 
 @implements("gated_delta_rule", "reference")
-def reference_gated_delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def reference_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     """``[T, HV, 128]`` BF16."""
     nothing = b.new_zeros(len(cu_seqlens) - 1, b.shape[1], HEAD, HEAD)
     return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing)[0]
 
 
 @implements("gated_delta_rule_update", "reference")
-def reference_gated_delta_rule_update(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    states: torch.Tensor,
-    slots: torch.Tensor,
-    computed: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens) -> torch.Tensor:
     """``[T, HV, 128]`` BF16; ``states`` are written in place."""
     state = read_slots(states, slots, computed)
     o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state)
@@ -71,7 +54,7 @@ def reference_gated_delta_rule_update(
 Gradients = tuple[torch.Tensor, ...]
 
 
-def _gates(b: torch.Tensor, a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _gates(b, a, a_log, dt_bias) -> tuple[torch.Tensor, torch.Tensor]:
     """``delta_net.gates`` for autograd."""
     return -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
 
@@ -129,15 +112,7 @@ def rule_by_chunks(
     return o.transpose(1, 2).flatten(0, 1)[row]
 
 
-def chunk_gradients(
-    do: torch.Tensor,
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> Gradients:
+def chunk_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
     """Gradients of qkv, b, a, a_log and dt_bias in FP32, by torch's operators."""
     q, k, v = heads_of(qkv, b.shape[1])
     group = v.shape[1] // q.shape[1]
@@ -169,18 +144,10 @@ def _fla_rule() -> Callable | None:
     return chunk_gated_delta_rule
 
 
-def fla_gradients(
-    do: torch.Tensor,
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> Gradients:
-    """As :func:`chunk_gradients`, by flash-linear-attention, whose products round their operands to BF16."""
+def fla_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
+    """As :func:`chunk_gradients` by flash-linear-attention, whose products round their operands to BF16."""
     with torch.enable_grad():
-        leaves = [qkv.detach().requires_grad_(), *(x.detach().float().requires_grad_() for x in (b, a, a_log, dt_bias))]
+        leaves = [x.requires_grad_() for x in (qkv.detach(), *(x.detach().float() for x in (b, a, a_log, dt_bias)))]
         q, k, v = heads_of(leaves[0], b.shape[1])
         q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))
         g, beta = _gates(*leaves[1:])
@@ -202,14 +169,7 @@ def _fake(qkv, b, *_):
     fake=_fake,
     backends=CPU_ALONE,
 )
-def _gated_delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     return lookup("gated_delta_rule", qkv.device)(qkv, b, a, a_log, dt_bias, cu_seqlens)
 
 
@@ -233,7 +193,7 @@ def gated_delta_rule_update(
     """:func:`gated_delta_rule` of the next tokens of requests, for inference.
 
     Args:
-        qkv: ``[T, C]`` BF16 of ``causal_conv1d_update``. b, a, a_log, dt_bias: as there.
+        qkv: ``[T, C]`` BF16 of ``causal_conv1d_update``. b, a, a_log, dt_bias: as of :func:`gated_delta_rule`.
         states: ``[slots, HV, 128, 128]`` FP32, keys' features first, any strides, written in place.
         slots, computed, cu_seqlens: as of ``causal_conv1d_update``.
 
@@ -282,10 +242,7 @@ class _GatedDeltaRule(torch.autograd.Function):
         gradients = fla_gradients if qkv.is_cuda and _fla_rule() is not None else chunk_gradients
         rounded = (x.to(torch.bfloat16) for x in (a_log, dt_bias))
         dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
-        return (
-            *(as_type(dqkv, qkv.dtype), db, da),
-            *(as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None),
-        )
+        return as_type(dqkv, qkv.dtype), db, da, as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None
 
 
 def gated_delta_rule(

@@ -18,6 +18,8 @@ from jetrl_verl.reference import QuantizedTensor, delta_net
 
 __all__ = ["gated_rms_norm", "gated_rms_norm_quantize_1x128"]
 
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
 # --- reference --------------------------------------------------------------------------------------------------------
 
 implements("gated_rms_norm", "reference")(delta_net.gated_rms_norm)
@@ -25,7 +27,7 @@ implements("gated_rms_norm", "reference")(delta_net.gated_rms_norm)
 
 @implements("gated_rms_norm_quantize_1x128", "reference")
 def reference_gated_rms_norm_quantize_1x128(
-    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    o, z, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor]:
     """(normed rows or None, their 1x128 qdata)."""
     normed = delta_net.gated_rms_norm(o, z, weight, eps)
@@ -33,9 +35,7 @@ def reference_gated_rms_norm_quantize_1x128(
 
 
 @implements("gated_rms_norm_backward", "reference")
-def reference_gated_rms_norm_backward(
-    dy: torch.Tensor, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reference_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     """do and dz ``[T, HV, 128]`` BF16, dw ``[128]`` FP32; the norm is computed again."""
     dy, values, gate = dy.view(o.shape).float(), o.float(), z.float()
     rstd = (values.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -64,12 +64,8 @@ def _fake(o, *_):
     return o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
 
 
-@operator(
-    "gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor",
-    fake=_fake,
-    backends=CPU_ALONE,
-)
-def _gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+@operator("gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor", fake=_fake, backends=CPU_ALONE)
+def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
     return lookup("gated_rms_norm", o.device)(o, z, weight, eps)
 
 
@@ -83,7 +79,7 @@ def _gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps:
     backends=CPU_ALONE,
 )
 def _gated_rms_norm_quantize(
-    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    o, z, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor, QuantizedTensor]:
     """normed rows, empty if they are not requested, and their 1x128 qdata."""
     run = lookup("gated_rms_norm_quantize_1x128", o.device)
@@ -99,9 +95,7 @@ def _gated_rms_norm_quantize(
     ),
     backends=REFERENCE,
 )
-def _gated_rms_norm_backward(
-    dy: torch.Tensor, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     return lookup("gated_rms_norm_backward", o.device)(dy, o, z, weight, eps)
 
 

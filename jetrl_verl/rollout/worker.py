@@ -149,8 +149,13 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
 
     def _verify(self, config: JetQuantizationConfig, reduction: dict[str, int]) -> dict[str, int]:
         model = self.model_runner.model.config
-        mixture = None if family(model).experts is None else config.format_name
-        run = dict(rollout=True, mixture=mixture, head_dim=family(model).head_dim(model))
+        names = family(model)
+        run = dict(
+            rollout=True,
+            mixture=None if names.experts is None else config.format_name,
+            head_dim=names.head_dim(model),
+            delta_net=names.delta_net is not None,
+        )
         operations = stated_operations(self.device, config.operations, config.kv_cache.traits.name, **run)
         return self._jetrl_receiver.verify(
             self._jetrl_live.tensors(),

@@ -5,8 +5,9 @@
 Equal weights under different code therefore do not pass, and the operation that differs is named. Operations declare
 their probes (kernels/operator.py); here are those of which each side runs its own code: the trainer attends to whole
 sequences, the rollout decodes each of their tokens over pages that it has written, in steps of few and of many
-requests; each side of a rollout over several GPUs adds the products of ranks by its own reduction. The host waits for
-the device once, for all sums.
+requests; with gated delta nets the trainer computes whole sequences, the rollout continues states; each side of a
+rollout over several GPUs adds the products of ranks by its own reduction. The host waits for the device once, for all
+sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +112,63 @@ def _token_by_token(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
     return out
 
 
-def _results(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool, mixture: str | None) -> dict[str, Any]:
+_STATE_STEPS = (
+    ((0, 2, 4, 0), (5, 6, 0, 0), (6, 76, 2, 0)),
+    ((2, 5, 4, 2), (76, 154, 2, 70)),
+    ((154, 155, 2, 148),),
+)
+"""Steps of a rollout of a gated delta net over the probe's sequences: (first token, stop, slot, tokens computed)."""
+
+
+@cache
+def _state_steps(device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    """Tokens, slots, computed tokens and boundaries of each step, with a padded request. Cached."""
+    steps = []
+    with torch.device("cpu"):
+        for requests in _STATE_STEPS:
+            first, stop, *places = zip(*requests, (0, 1, -1, 1), strict=True)
+            tokens = [torch.arange(*span) for span in zip(first, stop, strict=True)]
+            lengths = torch.tensor([0, *map(len, tokens)])
+            whole = (torch.tensor(x).to(device, torch.int32) for x in (*places, lengths.cumsum(0).tolist()))
+            steps.append((torch.cat(tokens).to(device), *whole))
+    return steps
+
+
+def _delta_net(inputs: ProbeInputs, rollout: bool) -> dict[str, Any]:
+    """Operation of a gated delta net -> its results, with one key head and two value heads."""
+    x, residual = inputs.x, inputs.residual
+    to_conv, to_rule = (torch.cat([left, right[:, :128]], dim=1) for left, right in ((x, residual), (residual, x)))
+    taps = inputs.head.flatten()[: 4 * 512].view(512, 4)
+    b, a = (inputs.logits[:, heads].contiguous() for heads in (slice(0, 2), slice(2, 4)))
+    of_heads = inputs.weight[:2], inputs.weight[2:4]
+    o, z = (part[:, 128:].unflatten(1, (2, 128)) for part in (x, residual))
+    norm = o.contiguous(), z, inputs.weight[:128], 1e-6
+    results = {
+        "gated_rms_norm": kernels.gated_rms_norm(*norm),
+        "gated_rms_norm_quantize_1x128": kernels.gated_rms_norm_quantize_1x128(*norm, "fp32", with_normed=False),
+    }
+    if rollout:
+        outputs = torch.empty_like(to_conv), torch.empty_like(norm[0])
+        states = x.new_full((5, 3, 512), torch.nan), b.new_full((5, 2, 128, 128), torch.nan)
+        for tokens, *places in _state_steps(x.device):
+            step = (
+                kernels.causal_conv1d_update(to_conv[tokens], taps, states[0], *places),
+                kernels.gated_delta_rule_update(to_rule[tokens], b[tokens], a[tokens], *of_heads, states[1], *places),
+            )
+            for output, rows in zip(outputs, step, strict=True):
+                output[tokens[:-1]] = rows[:-1]
+    else:
+        cu_seqlens = inputs.cu_seqlens
+        outputs = (
+            kernels.causal_conv1d(to_conv, taps, cu_seqlens),
+            kernels.gated_delta_rule(to_rule, b, a, *of_heads, cu_seqlens),
+        )
+    return results | dict(zip(("causal_conv1d", "gated_delta_rule"), outputs, strict=True))
+
+
+def _results(
+    inputs: ProbeInputs, kv_cache: KVCache, rollout: bool, mixture: str | None, delta_net: bool
+) -> dict[str, Any]:
     """Operation -> its results on ``inputs``, by this side's code."""
     results = {name: op.probe(inputs) for name, op in kernels.OPERATIONS.items() if op.probe}
     results["norm_rotary"] = _heads(inputs, kv_cache, rollout)
@@ -119,6 +176,8 @@ def _results(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool, mixture: str
         results[kv_cache.contract] = _token_by_token(inputs, kv_cache)
     else:
         results[kv_cache.contract] = kv_cache.attend(*inputs.sequences)
+    if delta_net:
+        results |= _delta_net(inputs, rollout)
     if mixture:
         inputs = mixture_inputs(inputs.x.device)
         results |= {name: op.mixture_probe(inputs) for name, op in kernels.OPERATIONS.items() if op.mixture_probe}
@@ -186,17 +245,20 @@ def stated_operations(
     rollout: bool = False,
     mixture: str | None = None,
     head_dim: int = 128,
+    delta_net: bool = False,
 ) -> dict[str, int]:
     """A side's statement about ``"shared"`` operations: operation -> sum of its result bits, modulo 2^64; else empty.
 
     Args:
         kv_cache: format of the rollout's cache (``formats.CACHES``). rollout: whether this side is the rollout.
         mixture: format of a mixture's experts; None for a dense model. head_dim: of the model's attention.
+        delta_net: whether the model has gated delta nets.
     """
     if operations != "shared":
         return {}
     with torch.no_grad():
-        return _sums(_results(probe_inputs(device, head_dim), formats.kv_cache(kv_cache), rollout, mixture))
+        inputs = probe_inputs(device, head_dim)
+        return _sums(_results(inputs, formats.kv_cache(kv_cache), rollout, mixture, delta_net))
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

@@ -57,6 +57,7 @@ def weight_stream(
     constants: Mapping[str, Any] = MappingProxyType({}),
     tied: Mapping[str, str] = MappingProxyType({}),
     head_dim: int = 128,
+    delta_net: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
 
@@ -67,7 +68,7 @@ def weight_stream(
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
         constants: from :func:`stated_constants`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
-        head_dim: of the model's attention.
+        head_dim: of the model's attention. delta_net: whether it has gated delta nets.
 
     Raises:
         NonFiniteWeightError: after the last weight, if one is NaN or Inf.
@@ -76,7 +77,7 @@ def weight_stream(
     statement = None
     if options.contract_check:
         mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
-        run = dict(mixture=mixture, head_dim=head_dim)
+        run = dict(mixture=mixture, head_dim=head_dim, delta_net=delta_net)
         operations = stated_operations(device, options.operations, options.kv_cache, **run)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)

@@ -28,7 +28,8 @@ class WeightSync(Feature):
         self._constants = stated_constants(module)
         # vLLM reads from the same field whether the head is the embedding.
         config = self.engine.model_config.hf_config
-        self._tied, self._head_dim = bool(config.tie_word_embeddings), family(config).head_dim(config)
+        self._tied, names = bool(config.tie_word_embeddings), family(config)
+        self._probed = dict(head_dim=names.head_dim(config), delta_net=names.delta_net is not None)
         self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
 
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -57,7 +58,7 @@ class WeightSync(Feature):
             bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
             constants=self._constants,
             tied=gather.tied,
-            head_dim=self._head_dim,
+            **self._probed,
         )
         return stream, None
 

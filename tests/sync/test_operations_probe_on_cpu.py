@@ -275,6 +275,32 @@ def test_the_native_kernel_computes_the_probes_pages_where_it_is_built(monkeypat
     assert math.isnan(_unwritten(CPU, 128)) and math.isfinite(_unwritten(gpu, 128))
 
 
+# --- gated delta nets -------------------------------------------------------------------------------------------------
+
+OF_DELTA_NETS = ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "gated_rms_norm_quantize_1x128")
+
+
+def flip_both_ends(output):
+    """The last row of an update is a padded request's, which is not compared."""
+    if isinstance(output, torch.Tensor):
+        return with_a_flipped_bit(with_a_flipped_bit(output).flip(0)).flip(0)
+    return with_a_flipped_bit(output)
+
+
+def test_both_sides_of_a_gated_delta_net_state_the_same_sums(sums):
+    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, delta_net=True) for side in (False, True))
+    assert trainer == rollout and set(trainer) == {*sums, *OF_DELTA_NETS}
+
+
+@pytest.mark.parametrize("operation", [*OF_DELTA_NETS, "causal_conv1d_update", "gated_delta_rule_update"])
+def test_a_flipped_bit_in_an_operation_of_a_gated_delta_net_is_named(monkeypatch, operation):
+    sums = stated_operations(CPU, "shared", delta_net=True)
+    replace_backend(monkeypatch, operation, lambda stock: lambda *call: flip_both_ends(stock(*call)))
+    other = stated_operations(CPU, "shared", delta_net=True, rollout=operation.endswith("_update"))
+    with pytest.raises(ContractViolation, match=f"contract check: {operation.removesuffix('_update')} of the shared"):
+        verify(sums, other)
+
+
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
 OF_MIXTURES = ("route", "experts", "combine", "combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128")

@@ -26,8 +26,8 @@ REACHES = (
 )
 """What this file uses of vLLM, or does instead of it; scripts/reach.py watches it."""
 
-VLLMS_ATTENTION = "vllm::unified_attention_with_output"
-ATTENTION = "jetrl::qk_norm_attention"
+VLLMS_ATTENTION, ATTENTION = "vllm::unified_attention_with_output", "jetrl::qk_norm_attention"
+VLLMS_DELTA_NET, DELTA_NET = "vllm::qwen_gdn_attention_core", "jetrl::delta_net"
 
 
 @operator(
@@ -68,9 +68,10 @@ def qk_norm_attention(
 
 
 def split_at_attention(config: vllm.CompilationConfig) -> None:
-    """Make vLLM cut a compiled model at :func:`qk_norm_attention` if it cuts at its own attention, in place."""
-    if VLLMS_ATTENTION in (config.splitting_ops or ()) and ATTENTION not in config.splitting_ops:
-        config.splitting_ops.append(ATTENTION)
+    """Make vLLM cut a compiled model at our operators if it cuts at its own of the same purpose, in place."""
+    for stock, shared in ((VLLMS_ATTENTION, ATTENTION), (VLLMS_DELTA_NET, DELTA_NET)):
+        if stock in (config.splitting_ops or ()) and shared not in config.splitting_ops:
+            config.splitting_ops.append(shared)
 
 
 class _SharedHeads:

@@ -67,6 +67,20 @@ class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
         return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
 
 
+class SharedRMSNormGated(_ReadByLinear, vllm.RMSNormGated):
+    """RMSNorm of each head of a delta net, times ``silu(z)``."""
+
+    def check(self) -> None:
+        gate = self.activation in ("silu", "swish") and self.norm_before_gate
+        if not gate or self.group_size is not None or self.bias is not None:
+            refuse("operation_replaced_in_vllm", what="a gated norm other than ``norm(x) * silu(z)`` of whole heads")
+
+    def _forward_shared(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor | QuantizedTensor:
+        if self.reader_format is None:
+            return kernels.gated_rms_norm(x, z, self.weight, self.eps)
+        return self.reader_format.gated_rms_norm(x, z, self.weight, self.eps, self.reader_rule)
+
+
 class SharedSiluAndMul(_ReadByLinear, vllm.SiluAndMul):
     """``silu(gate) * up`` of ``[M, 2 N]``."""
 
@@ -132,6 +146,7 @@ REACHES = ("vllm.model_executor.custom_op:CustomOp._forward_method",)
 
 _SHARED: dict[type, type] = {
     vllm.RMSNorm: SharedRMSNorm,
+    vllm.RMSNormGated: SharedRMSNormGated,
     vllm.SiluAndMul: SharedSiluAndMul,
     vllm.RotaryEmbedding: SharedRotaryEmbedding,
     vllm.Llama3RotaryEmbedding: SharedLlama3RotaryEmbedding,
@@ -139,12 +154,12 @@ _SHARED: dict[type, type] = {
     vllm.Qwen3Attention: SharedQwen3Attention,
     vllm.Qwen3MoeAttention: SharedQwen3MoeAttention,
 }
-"""vLLM's class -> its subclass with another forward."""
+"""vLLM's class -> its subclass with another forward, of every model; those of hybrids are in delta_net.py."""
 
 
-def _share(module: torch.nn.Module) -> None:
-    """Give one module its class of ``_SHARED``, in place."""
-    shared = _SHARED.get(type(module))
+def _share(module: torch.nn.Module, classes: Mapping[type, type] = _SHARED) -> None:
+    """Give one module its class of ``classes``, in place."""
+    shared = classes.get(type(module))
     if shared is None:
         refuse("operation_replaced_in_vllm", what=f"the layer {type(module).__name__}")
     module.__class__ = shared
@@ -152,6 +167,13 @@ def _share(module: torch.nn.Module) -> None:
     if isinstance(module, vllm.CustomOp):
         # Overrides what custom_ops chose among vLLM's own forwards.
         module._forward_method = module._forward_shared
+
+
+def _hybrid_classes() -> dict[type, type]:
+    # The module imports classes of vLLM that touch the GPU, which a loaded hybrid has done already.
+    from jetrl_verl.rollout.delta_net import SHARED
+
+    return SHARED
 
 
 def _own_rotary(stock: vllm.RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> vllm.RotaryEmbeddingBase:
@@ -187,15 +209,21 @@ def share_operations(
                     rotaries[module] = _own_rotary(module, config.rope_parameters)
                 setattr(parent, name, rotaries[module])
     for module in model.modules():
-        if isinstance(module, vllm.RMSNorm | vllm.SiluAndMul | vllm.LogitsProcessor):
+        if isinstance(module, vllm.RMSNorm | vllm.RMSNormGated | vllm.SiluAndMul | vllm.LogitsProcessor):
             _share(module)
     share_attention_layers(model, kv_cache)
-    for layer, names in family(config).named_layers(model):
+    decoder = family(config)
+    classes = _SHARED if decoder.delta_net is None else _SHARED | _hybrid_classes()
+    for layer, names in decoder.named_layers(model):
         part = layer.get_submodule
         if names.q_norm:
             parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
             part(names.attention).parts = tuple(map(leaf, parts))
             _share(part(names.attention))
+        if decoder.delta_net is not None:
+            _share(layer, classes)
+        if names.delta_net is not None:
+            _share(part(names.delta_net.block), classes)
         if names.experts is not None:
             share_experts(part(names.experts.block), ordered)
         for handoff in names.handoffs:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size, get_tp_group, tensor_model_parallel_all_reduce
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention.attention import (
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.attention.attention import (
 )
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported, RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -51,13 +52,20 @@ from vllm.model_executor.parameter import (
 from vllm.model_executor.utils import set_weight_attrs
 from vllm.platforms import current_platform
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor.builtin import (
@@ -97,6 +105,27 @@ def flash_attention() -> ModuleType:
     from vllm.v1.attention.backends import flash_attn
 
     return flash_attn
+
+
+def gated_delta_net() -> ModuleType:
+    """The module of vLLM's gated delta net; it asks a GPU for its name when it is imported."""
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
+
+    return qwen_gdn_linear_attn
+
+
+def gated_delta_net_backend() -> ModuleType:
+    """The module of its attention backend."""
+    from vllm.v1.attention.backends import gdn_attn
+
+    return gdn_attn
+
+
+def hybrid_decoder() -> ModuleType:
+    """The module of vLLM's Qwen3.5, which imports that of the gated delta net."""
+    from vllm.model_executor.models import qwen3_5
+
+    return qwen3_5
 
 
 def flash_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:

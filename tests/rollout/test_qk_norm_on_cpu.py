@@ -143,6 +143,7 @@ def test_the_compiled_operator_stays_whole_and_mutates_its_output_alone(layer):
         ([], []),
         (["vllm::other"], ["vllm::other"]),
         ([qk_norm.VLLMS_ATTENTION, "vllm::other"], [qk_norm.VLLMS_ATTENTION, "vllm::other", qk_norm.ATTENTION]),
+        ([qk_norm.VLLMS_DELTA_NET], [qk_norm.VLLMS_DELTA_NET, qk_norm.DELTA_NET]),
     ],
 )
 def test_vllm_splits_at_this_operator_if_it_splits_at_attention(given, expected):
@@ -150,6 +151,6 @@ def test_vllm_splits_at_this_operator_if_it_splits_at_attention(given, expected)
     for _ in range(2):
         qk_norm.split_at_attention(config)
         assert config.splitting_ops == expected
-    assert qk_norm.VLLMS_ATTENTION in CompilationConfig._attention_ops
+    assert {qk_norm.VLLMS_ATTENTION, qk_norm.VLLMS_DELTA_NET} <= set(CompilationConfig._attention_ops)
     assert qk_norm.ATTENTION not in CompilationConfig._attention_ops
     assert torch.ops.jetrl.qk_norm_attention._qualified_op_name == qk_norm.ATTENTION

@@ -39,6 +39,8 @@ SETTINGS = [
 class Model(nn.Module):
     """A model with these layers and no decoder layer."""
 
+    config = tiny_config("llama", num_hidden_layers=0)
+
     def __init__(self, **layers: nn.Module) -> None:
         super().__init__()
         for name, layer in layers.items():

@@ -58,7 +58,7 @@ class FlatGather:
     Args:
         module: the root module, whose vectors FSDP keeps.
         alike, tied: as in :class:`~jetrl_verl.train.gather.Gather`, like the attribute ``tied``.
-        sent_as: name in the module -> name in the stream.
+        sent_as: name in the module -> name in the stream; empty for what is not sent.
 
     Raises:
         ValueError: FSDP stores parameters in a form of their own.
@@ -108,9 +108,9 @@ class FlatGather:
                 del item
         for prefix, module in self._module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
+                if name not in module._non_persistent_buffers_set and (sent := self._name(prefix, name)):
                     statistics.stock_bytes += buffer.nbytes
-                    yield self._name(prefix, name), buffer.detach().to(device)
+                    yield sent, buffer.detach().to(device)
 
     def _units(self, module: FullyShardedDataParallel) -> Iterator[_Unit]:
         for prefix, unit in module.named_modules():
@@ -119,8 +119,12 @@ class FlatGather:
                 continue
             flat = handle.flat_param
             names = [self._name(prefix, name) for name in flat._fqns]
+            if not any(names):
+                continue
             if not all(flat._contiguities) or any(flat._param_extensions):
-                raise ValueError(f"weight sync: FSDP1 keeps {names[0]} and others of its unit in a form of their own")
+                raise ValueError(
+                    f"weight sync: FSDP1 keeps {flat._fqns[0]} and others of its unit in a form of their own"
+                )
             starts, start = [], 0
             for length, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask, strict=True):
                 if not is_padding:
@@ -133,7 +137,7 @@ class FlatGather:
                 first = self._name(prefix, shared.prim_module_name, shared.prim_param_name)
                 self._second[second] = first
                 self._stock_bytes += lengths[first] * flat.itemsize
-            self._stock_bytes += sum(lengths.values()) * flat.itemsize
+            self._stock_bytes += sum(length for name, length in lengths.items() if name) * flat.itemsize
             part = flat._sharded_size.numel() if handle.uses_sharded_strategy else start
             yield _Unit(handle, tuple(names), shapes, tuple(starts), part)
 

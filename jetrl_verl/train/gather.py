@@ -140,13 +140,17 @@ class Gather:
 def tensors_of(
     names: Sequence[str], shapes: Sequence[tuple[int, ...]], alike: Callable[[str], Hashable]
 ) -> tuple[Gathered, ...]:
-    """Results of a span: stacks of matrices that are equally wide and ``alike``, a stack of vectors, the rest."""
+    """Results of a span: stacks of matrices that are equally wide and ``alike``, a stack of vectors, the rest.
+
+    A parameter without a name is left out.
+    """
     groups: dict[Hashable, list[int]] = {}
     for i, (name, shape) in enumerate(zip(names, shapes, strict=True)):
         # Vectors are apart: norms are referenced until the end of a sync and would keep matrices alive. A layer's
         # experts are one tensor already.
         key = {1: (), 2: (shape[-1:], alike(name))}.get(len(shape), name)
-        groups.setdefault(key, []).append(i)
+        if name:
+            groups.setdefault(key, []).append(i)
     tensors = []
     for members in groups.values():
         rows = tuple(shapes[i][0] if shapes[i] else 1 for i in members)

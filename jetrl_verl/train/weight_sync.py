@@ -31,6 +31,7 @@ class WeightSync(Feature):
         self._tied, names = bool(config.tie_word_embeddings), family(config)
         self._probed = dict(head_dim=names.head_dim(config), delta_net=names.delta_net is not None)
         self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
+        self._tower = f"{family(module.config).tower}."  # the rollout has none, as it gets text
 
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
         """Stream of the weight sync (sync/wire.py)."""
@@ -40,6 +41,7 @@ class WeightSync(Feature):
         # As verl's own stream, without adapters, which are not supported.
         if fsdp_version(module) == 2:
             params = convert_weight_keys(module.state_dict(keep_vars=True), module)
+            params = {name: param for name, param in params.items() if not name.startswith(self._tower)}
             gather = self._gather
             weights = gather.stream(params, device, self._statistics)
         else:
@@ -67,7 +69,8 @@ class WeightSync(Feature):
             module = self.engine.module
 
             def sent_as(name: str) -> str:
-                return next(iter(convert_weight_keys({name: None}, module.module)))
+                sent = next(iter(convert_weight_keys({name: None}, module.module)))
+                return "" if sent.startswith(self._tower) else sent
 
             alike = partial(format_of, self.engine.jetrl_plans)
             self._flat = FlatGather(module, alike, self._tied, sent_as)

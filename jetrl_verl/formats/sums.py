@@ -45,6 +45,15 @@ def row_sums(tensor: torch.Tensor, parts: int = 1) -> torch.Tensor:
 
 
 def element_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """:func:`row_sums` of BF16 vectors ``[R]``, concatenated: norms and biases are small and many."""
-    words = torch.cat(list(tensors)).view(torch.int16).to(torch.int64)
+    """:func:`row_sums` of vectors ``[R]`` of one dtype, concatenated: norms and biases are small and many.
+
+    FP32 vectors have the sums of the BF16 vectors that they equal, and others if they equal none.
+    """
+    vector = torch.cat(list(tensors))
+    if vector.dtype == torch.float32:
+        words = vector.view(torch.int32).to(torch.int64)
+        # The upper half is the BF16 number; the lower one is zero, or it changes the sum.
+        words = (words >> 16) + ((words & 0xFFFF) << 32)
+    else:
+        words = vector.view(torch.int16).to(torch.int64)
     return words * odd_constants(1, words.device)

@@ -9,13 +9,14 @@ Once a verified sync has shown that map and loaders agree on every place, :class
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 
 from jetrl_verl.formats.format import SCALE_SUFFIX, QuantizedWeight
 from jetrl_verl.models import family
-from jetrl_verl.models.families.base import Experts, Family, place
+from jetrl_verl.models.families.base import Experts, Family, Place, place, read
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import expert_parameters
 from jetrl_verl.sync.constants import constants_of
@@ -25,22 +26,45 @@ from jetrl_verl.sync.stacks import parts_of
 from jetrl_verl.sync.wire import Entry, Kind, entries_of
 
 
-def _pieces(layer: torch.nn.Module) -> Iterator[tuple[int, int, int, int]]:
-    """(rows held, first row in the parameter, first row in the trainer's tensor, its rows) of each stacked piece."""
-    if isinstance(layer, vllm.QKVParallelLinear):
-        q = layer.num_heads * layer.head_size
-        kv = layer.num_kv_heads * layer.head_size
-        kv_rank = layer.tp_rank // layer.num_kv_head_replicas
-        whole_kv = layer.total_num_kv_heads * layer.head_size
-        yield q, 0, layer.tp_rank * q, layer.total_num_heads * layer.head_size
-        yield kv, q, kv_rank * kv, whole_kv
-        yield kv, q + kv, kv_rank * kv, whole_kv
-    else:
-        start = 0
-        for size in layer.output_sizes:
-            rows = size // layer.tp_size
-            yield rows, start, layer.tp_rank * rows, size
-            start += rows
+class _Run(NamedTuple):
+    """Rows of a trainer's tensor that ranks divide, as the heads of one kind: how many, and those of this rank."""
+
+    whole: int
+    rows: slice
+
+
+def _run(whole: int, ranks: int, rank: int) -> _Run:
+    """The run of which rank ``rank`` of ``ranks`` has an equal part."""
+    rows = whole // ranks
+    return _Run(whole, slice(rank * rows, (rank + 1) * rows))
+
+
+def _runs_of(layer: torch.nn.Module) -> list[_Run]:
+    """The runs of a layer that vLLM stacks, in the order of its rows."""
+    if not isinstance(layer, vllm.QKVParallelLinear):
+        return [_run(size, layer.tp_size, layer.tp_rank) for size in layer.output_sizes]
+    replicas = layer.num_kv_head_replicas
+    q = _run(layer.total_num_heads * layer.head_size, layer.tp_size, layer.tp_rank)
+    kv = _run(layer.total_num_kv_heads * layer.head_size, layer.tp_size // replicas, layer.tp_rank // replicas)
+    return [q, kv, kv]
+
+
+def _divided(
+    model: torch.nn.Module, layer: torch.nn.Module, location: Place | None, decoder: Family
+) -> dict[str, list[_Run]]:
+    """Modules of the trainer -> their runs, in the order of the rows of ``layer``; empty if each rank has all rows."""
+    delta, module = decoder.delta_net, location.module if location is not None else ""
+    if isinstance(layer, vllm.QKVParallelLinear | vllm.MergedColumnParallelLinear):
+        runs = iter(_runs_of(layer))
+        # A delta net's q, k and v are one tensor of the trainer.
+        counts = {delta.qkv: 3} if delta is not None else {}
+        return {piece: list(islice(runs, counts.get(piece, 1))) for piece in decoder.pieces[module]}
+    if delta is not None and module == delta.conv:  # of the channels of q, k and v
+        projection = model.get_submodule(decoder.rollout_name(f"{location.layer}.{delta.qkvz}"))
+        return {delta.conv: _runs_of(projection)[:3]}
+    if delta is not None and module == delta.block:
+        return {delta.block: [_run(layer.num_v_heads, layer.tp_size, layer.tp_rank)]}
+    return {}
 
 
 class _Parameter(NamedTuple):
@@ -50,17 +74,21 @@ class _Parameter(NamedTuple):
     columns: slice
     whole_columns: int
 
-    def part(self, rows: int, start: int = 0, first: int = 0, whole: int | None = None) -> LiveTensor:
-        """Rows from ``start`` on, which are the trainer's from ``first`` on, of ``whole`` (``rows`` by default)."""
+    def part(self, runs: Sequence[_Run], start: int = 0) -> LiveTensor:
+        """The tensor of these runs, of which this rank has the rows from ``start`` on."""
         value, parameter = self.value, None
+        rows, whole = [], 0
+        for run in runs:
+            rows.append(slice(whole + run.rows.start, whole + run.rows.stop))
+            whole += run.whole
+        stop = start + sum(run.stop - run.start for run in rows)
         if isinstance(value, QuantizedWeight):
             parameter, number_format = value, value.format
-            scales = number_format.scales_of_rows(value.scales, start, rows)
-            value = QuantizedWeight(number_format, value.qdata[start : start + rows], scales)
+            scales = number_format.scales_of_rows(value.scales, start, stop - start)
+            value = QuantizedWeight(number_format, value.qdata[start:stop], scales)
         else:
-            value = value[start : start + rows]
-        whole_shape = (rows if whole is None else whole, self.whole_columns)
-        return LiveTensor(value, slice(first, first + rows), self.columns, whole_shape, parameter, start)
+            value = value[start:stop]
+        return LiveTensor(value, tuple(rows), self.columns, (whole, self.whole_columns), parameter, start)
 
 
 def _experts(
@@ -71,7 +99,7 @@ def _experts(
     for name, parameter, groups, rows, columns, whole in expert_parameters(layer, mixture):
         flat = (own[leaf].flatten(0, 1) for leaf in (parameter, parameter + SCALE_SUFFIX))
         weight = QuantizedWeight(layer.quant_method.format, *flat)
-        tensors[f"{prefix}.{name}"] = LiveTensor(weight, rows, columns, whole, groups=groups)
+        tensors[f"{prefix}.{name}"] = LiveTensor(weight, (rows,), columns, whole, groups=groups)
     return tensors
 
 
@@ -85,7 +113,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         name -> live view. Column-parallel parts are row slices, row-parallel ones column slices, of the whole tensor.
     """
     live: dict[str, LiveTensor] = {}
-    merged, mixture = family(model.config).pieces, family(model.config).experts
+    decoder = family(model.config)
     # Duplicates stay: with tied embeddings vLLM's lm_head is the embedding module, and the trainer sends both names.
     for prefix, layer in model.named_modules(remove_duplicate=False):
         # Plain tensors: on a view of vLLM's parameter classes each operator costs a Python call.
@@ -96,13 +124,16 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         }
         if not own:
             continue
-        location = place(prefix)
+        name = decoder.trainer_name(prefix)
+        location = place(name)
         if isinstance(layer, vllm.RoutedExperts):
-            live |= _experts(f"{location.layer}.{mixture.module}", layer, mixture, own)
+            live |= _experts(f"{location.layer}.{decoder.experts.module}", layer, decoder.experts, own)
             continue
+        divided = _divided(model, layer, location, decoder)
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue
+            data = data.flatten(1) if data.ndim > 2 else data  # a convolution's
             scales = own.get(leaf + SCALE_SUFFIX)
             value = data if scales is None else QuantizedWeight(layer.quant_method.format, data, scales)
             width = data.shape[1] if data.ndim > 1 else 1
@@ -113,16 +144,17 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 first_column, whole_columns = layer.tp_rank * width, layer.input_size
             columns = slice(first_column, first_column + width)
             parameter = _Parameter(value, columns, whole_columns)
-            if isinstance(layer, vllm.QKVParallelLinear | vllm.MergedColumnParallelLinear):
-                pieces = zip(merged[location.module], _pieces(layer), strict=True)
-                for piece, (rows, start, first, whole) in pieces:
-                    live[f"{location.layer}.{piece}.{leaf}"] = parameter.part(rows, start, first, whole)
-            elif isinstance(layer, vllm.VocabParallelEmbedding):
+            if isinstance(layer, vllm.VocabParallelEmbedding):
                 first, last = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
-                part = parameter.part(last - first, 0, first, layer.org_vocab_size)
-                live[f"{prefix}.{leaf}"] = replace(part, padding=data[last - first :])
-            else:
-                live[f"{prefix}.{leaf}"] = parameter.part(data.shape[0])
+                part = parameter.part([_Run(layer.org_vocab_size, slice(first, last))])
+                live[f"{name}.{leaf}"] = replace(part, padding=data[last - first :])
+                continue
+            start = 0
+            for module, runs in divided.items():
+                part = live[f"{location.layer}.{module}.{leaf}"] = parameter.part(runs, start)
+                start += len(part.data)
+            if not divided:
+                live[f"{name}.{leaf}"] = parameter.part([_run(len(data), 1, 0)])
     return live
 
 
@@ -140,14 +172,15 @@ def live_constants(
         return routed.w2_weight.shape[0], routed.top_k, routed.scoring_func, routed.renormalize
 
     decoder = family(model.config)
-    layer, names = next(iter(decoder.named_layers(model)))
-    entries = model.get_submodule(decoder.embedding).org_vocab_size
+    with_attention = next(layer for layer, names in decoder.named_layers(model) if names.rotary)
+    entries = decoder.module(model, decoder.embedding).org_vocab_size
+    table = with_attention.get_submodule(decoder.rotary).cos_sin_cache
     return constants_of(
         model,
         decoder,
         scale=lambda layer, names: layer.get_submodule(names.core).impl.scale,
         experts=experts,
-        rotary=layer.get_submodule(names.rotary).cos_sin_cache if shared else model.config.rope_parameters,
+        rotary=table if shared else read(model.config, "rope_parameters"),
         vocabulary=entries if vocabulary is None else min(vocabulary, entries),
         masked=masked,
     )
@@ -269,17 +302,17 @@ class Placement:
         for entry in entries:
             for single, whole in parts_of(entry.name, entry.of(piece)) if entry.kind in kinds else ():
                 part = self._tensors.get(single)
-                source, target = _source_and_target(entry, single, whole, part)
-                _append(places.copies, *_in_words(source, target))
+                for source, target in _sources_and_targets(entry, single, whole, part):
+                    _append(places.copies, *_in_words(source, target))
                 if part.padding is not None:
                     places.padding.append(part.padding)
         return places
 
 
-def _source_and_target(
+def _sources_and_targets(
     entry: Entry, name: str, whole: torch.Tensor, part: LiveTensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(a worker's part of one of the trainer's tensors, its live view) in one shape."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows of a worker's part of one of the trainer's tensors, their live view) in one shape, of each run of rows."""
     if part is None or entry.format != part.format:
         kind = "scales" if entry.kind == Kind.SCALES else "tensor"
         raise ValueError(f"the trainer sends {kind} of {name}, and the rollout has none of this name in {entry.format}")
@@ -294,7 +327,10 @@ def _source_and_target(
         raise ValueError(
             f"{entry.kind} of {name} are {list(whole.shape)} in the trainer, and of {list(part.whole)} in the rollout"
         )
-    return part.part_of(whole, *block), target if part.groups == 1 else target.unflatten(0, (part.groups, -1))
+    sources = part.parts_of(whole, *block)
+    if part.groups > 1:
+        return zip(sources, [target.unflatten(0, (part.groups, -1))], strict=True)
+    return zip(sources, target.split([len(source) for source in sources]), strict=True)
 
 
 def _in_words(source: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

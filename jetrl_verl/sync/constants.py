@@ -34,12 +34,17 @@ def constants_of(
         rotary: table ``[P, D]`` of shared operations; the configuration's parameters if each side builds its own.
         vocabulary: first entries of the vocabulary that may be sampled. masked: those among them that may not.
     """
-    constants = {f"eps of {decoder.final_norm}": model.get_submodule(decoder.final_norm).variance_epsilon}
+    get = decoder.module
+    constants = {f"eps of {decoder.final_norm}": _eps(get(model, decoder.final_norm))}
     for i, (layer, names) in enumerate(decoder.named_layers(model)):
         at = f"{decoder.layers}.{i}"
-        for norm in names.norms:
-            constants[f"eps of {at}.{norm}"] = layer.get_submodule(norm).variance_epsilon
-        constants[f"the scale of {at}.{names.attention}"] = scale(layer, names)
+        gated_norm = () if names.delta_net is None else (names.delta_net.norm,)
+        for norm in (*names.norms, *gated_norm):
+            constants[f"eps of {at}.{norm}"] = _eps(layer.get_submodule(norm))
+        if names.delta_net is None:
+            constants[f"the scale of {at}.{names.attention}"] = scale(layer, names)
+        else:
+            constants[f"the heads of {at}.{names.attention}"] = _heads(layer.get_submodule(names.attention))
         if names.experts is None:
             kind = type(layer.get_submodule(names.activation)).__name__
             constants[f"the activation of {at}"] = "silu" if "silu" in kind.lower() else kind
@@ -52,8 +57,22 @@ def constants_of(
         constants["the rotary table"] = f"{len(rotary)} positions with the sum {total % 2**64:#018x}"
     else:
         constants["rope_parameters"] = {name: value for name, value in rotary.items() if value is not None}
-    head, embedding = (model.get_submodule(name).weight for name in (decoder.head, decoder.embedding))
+    head, embedding = (get(model, name).weight for name in (decoder.head, decoder.embedding))
     constants["tie_word_embeddings"] = head is embedding
     constants["the vocabulary with a token"] = vocabulary
     constants["masked tokens"] = list(masked)
     return constants
+
+
+def _eps(norm: torch.nn.Module) -> float:
+    """eps of an RMS norm: classes of both sides call it one or the other."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def _heads(delta_net: torch.nn.Module) -> str:
+    """What decides a delta net's forward, which classes of both sides have by these names."""
+    return (
+        f"{delta_net.num_k_heads} keys of {delta_net.head_k_dim} and {delta_net.num_v_heads} values of "
+        f"{delta_net.head_v_dim} features, after {delta_net.activation} of a convolution of width "
+        f"{delta_net.conv_kernel_size}"
+    )

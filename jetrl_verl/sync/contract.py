@@ -28,8 +28,9 @@ class LiveTensor:
     """A worker's part of one trainer tensor.
 
     Attributes:
-        value: view of live storage, quantized or BF16.
-        rows, columns: this part of the whole tensor, in elements; of each group if there are several.
+        value: view of live storage, quantized or BF16; FP32 if vLLM keeps the trainer's BF16 values so.
+        rows: runs of rows of the whole tensor, in elements, which follow each other in ``value``; of each group if
+            there are several. columns: of the whole tensor.
         whole: shape of the whole tensor according to the worker's layer.
         parameter, start: the live parameter and this part's first row in it; None if ``value`` is the parameter.
         groups: number of equal matrices that the whole tensor is stacked from.
@@ -37,7 +38,7 @@ class LiveTensor:
     """
 
     value: Weight
-    rows: slice
+    rows: tuple[slice, ...]
     columns: slice
     whole: tuple[int, int]
     parameter: QuantizedWeight | None = None
@@ -55,20 +56,25 @@ class LiveTensor:
         """qdata, or the BF16 tensor itself."""
         return self.value.qdata if isinstance(self.value, QuantizedWeight) else self.value
 
-    def part_of(self, whole: torch.Tensor, rows_per: int = 1, columns_per: int | None = 1) -> torch.Tensor:
-        """View of this part of a whole tensor ``[N, K]``, ``[E, N, K]`` or ``[N]``, by groups if there are several.
+    def parts_of(self, whole: torch.Tensor, rows_per: int = 1, columns_per: int | None = 1) -> list[torch.Tensor]:
+        """Views of this part of a whole tensor ``[N, K]``, ``[E, N, K]`` or ``[N]``, one for each run of rows.
 
         Args:
             whole: with one element for ``rows_per`` rows and ``columns_per`` columns; None: for all columns.
+
+        Returns:
+            By groups if there are several.
         """
-        rows = slice(self.rows.start // rows_per, self.rows.stop // rows_per)
+        runs = [slice(run.start // rows_per, run.stop // rows_per) for run in self.rows]
         if whole.ndim == 1:
-            return whole[rows]
+            return [whole[rows] for rows in runs]
         columns = slice(None)
         if columns_per is not None:
             columns = slice(self.columns.start // columns_per, self.columns.stop // columns_per)
         whole = whole.flatten(0, -2)
-        return whole[rows, columns] if self.groups == 1 else whole.unflatten(0, (self.groups, -1))[:, rows, columns]
+        if self.groups == 1:
+            return [whole[rows, columns] for rows in runs]
+        return [whole.unflatten(0, (self.groups, -1))[:, rows, columns] for rows in runs]
 
 
 class ContractReceiver:
@@ -247,12 +253,14 @@ class _Comparison:
         self._weights, self._tied, self._live = manifest.weights, manifest.tied, live
         self._quantized: dict[str, _LiveSums] = {}
         self._matrices = _LiveSums(lambda matrices: torch.cat([row_sums(*matrix).view(-1) for matrix in matrices]))
-        self._vectors = _LiveSums(element_sums)
+        # One call sums vectors of one dtype: concatenated, vectors of two would become FP32.
+        self._vectors = {dtype: _LiveSums(element_sums) for dtype in (torch.bfloat16, torch.float32)}
         pairs = [
             (self._of_plain if number_format == UNQUANTIZED else self._of_quantized)(name, live[name], places)
             for name, number_format, places in manifest.places()
         ]
-        self._groups = [group for group in (*self._quantized.values(), self._matrices, self._vectors) if group.length]
+        plain = (self._matrices, *self._vectors.values())
+        self._groups = [group for group in (*self._quantized.values(), *plain) if group.length]
         starts, start = {}, 0
         for group in self._groups:
             starts[group], start = start, start + group.length
@@ -260,8 +268,8 @@ class _Comparison:
         self._shapes = [(pair.name, pair.stated.shape) for pair in pairs]
         self._stated_places = _together([pair.stated for pair in pairs], device)
         self._live_places = _together([pair.live + starts[pair.group] for pair in pairs], device)
-        plain = sum(pair.group in (self._matrices, self._vectors) for pair in pairs)
-        self.counts = {"quantized": len(pairs) - plain, "plain": plain}
+        plain_pairs = sum(pair.group in plain for pair in pairs)
+        self.counts = {"quantized": len(pairs) - plain_pairs, "plain": plain_pairs}
 
     def fits(self, manifest: Manifest, live: Mapping[str, LiveTensor]) -> bool:
         """Whether it can be reused; ``live`` has to be the same object."""
@@ -275,7 +283,7 @@ class _Comparison:
         group = self._quantized.setdefault(part.format, _LiveSums(number_format.sums_of_all))
         rows, columns = parameter.qdata.shape
         places = group.places(parameter, parameter, [rows // block, columns * number_format.packing // block])
-        stated, first = part.part_of(stated, block, block).reshape(-1, places.shape[1]), part.start // block
+        stated, first = torch.cat(part.parts_of(stated, block, block)).reshape(-1, places.shape[1]), part.start // block
         return _Pair(name, stated, places[first : first + len(stated)], group)
 
     def _of_plain(self, name: str, part: LiveTensor, stated: torch.Tensor) -> _Pair:
@@ -283,13 +291,14 @@ class _Comparison:
         stated = stated.view(len(stated), -1)
         _same_shape(name, stated[:, 0], torch.Size(part.whole[:1]))
         first, last = _parts(name, part, stated.shape[1])
-        stated = stated[part.rows, first:last]
+        stated = torch.cat([stated[rows, first:last] for rows in part.rows])
         if last - first == 1:
             stated = stated[:, 0]
         # A tied head has the embedding's storage.
         key = (part.data.data_ptr(), part.data.shape, last - first)
         if part.data.ndim == 1:
-            return _Pair(name, stated, self._vectors.places(key, part.data, stated.shape), self._vectors)
+            vectors = self._vectors[part.data.dtype]
+            return _Pair(name, stated, vectors.places(key, part.data, stated.shape), vectors)
         matrix = (part.data, last - first)
         return _Pair(name, stated, self._matrices.places(key, matrix, stated.shape), self._matrices)
 

@@ -12,7 +12,7 @@ from torch import nn
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
-from jetrl_verl.models.families.base import Family, leaf
+from jetrl_verl.models.families.base import Family, leaf, read
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.nn.chunked_logits import used_vocabulary
 from jetrl_verl.sync.constants import constants_of
@@ -39,7 +39,7 @@ def stated_constants(model: nn.Module) -> dict[str, Any]:
         decoder,
         scale=lambda layer, names: layer.get_submodule(names.attention).scaling,
         experts=experts,
-        rotary=model.config.rope_parameters if table is None else table,
+        rotary=read(model.config, "rope_parameters") if table is None else table,
         vocabulary=used_vocabulary(model),
     )
 

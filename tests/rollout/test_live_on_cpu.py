@@ -3,7 +3,9 @@
 """Which part of the trainer's tensors each tensor-parallel rank has, that a sync copies it there and that the contract
 check finds it there. vLLM's layers are built without constructors, so no process group is needed."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -124,16 +126,76 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.
     return model
 
 
+DELTA = "model.language_model.layers.0.linear_attn"
+KEYS, VALUES, VALUE_HEADS = 2 * HEAD, 4 * HEAD, 4
+QKV, BF16_ROWS = (KEYS, KEYS, VALUES), (VALUE_HEADS, VALUE_HEADS)
+
+
+def delta_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    """The trainer's tensors of a delta net, whose q, k and v are one, as are the channels of its convolution."""
+    torch.manual_seed(seed)
+    shapes = {
+        "in_proj_qkv.weight": (sum(QKV), HIDDEN),
+        "in_proj_z.weight": (VALUES, HIDDEN),
+        "in_proj_b.weight": (VALUE_HEADS, HIDDEN),
+        "in_proj_a.weight": (VALUE_HEADS, HIDDEN),
+        "out_proj.weight": (HIDDEN, VALUES),
+        "conv1d.weight": (sum(QKV), 1, 4),
+        "A_log": (VALUE_HEADS,),
+        "dt_bias": (VALUE_HEADS,),
+    }
+    return {f"{DELTA}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+
+
+def delta_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.Module:
+    """One of two ranks: every kind of heads is divided."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
+
+    def part(name: str, *sizes: int) -> torch.Tensor:
+        runs = whole[f"{DELTA}.{name}"].split(sizes or VALUE_HEADS)
+        return torch.cat([run.chunk(TP)[rank] for run in runs])
+
+    row = dict(tp_rank=rank, tp_size=TP)
+    net = layer(nn.Module, A_log=part("A_log").float(), dt_bias=part("dt_bias"), num_v_heads=VALUE_HEADS, **row)
+    net.conv1d = layer(ColumnParallelLinear, weight=part("conv1d.weight", *QKV), **row)
+    qkvz = torch.cat([part("in_proj_qkv.weight", *QKV), part("in_proj_z.weight", VALUES)])
+    net.in_proj_qkvz = layer(MergedColumnParallelLinear, output_sizes=[*QKV, VALUES], **row, **form(qkvz))
+    ba = torch.cat([part("in_proj_b.weight"), part("in_proj_a.weight")])
+    net.in_proj_ba = layer(MergedColumnParallelLinear, output_sizes=[*BF16_ROWS], **row, weight=ba)
+    out = whole[f"{DELTA}.out_proj.weight"].chunk(TP, dim=1)[rank]
+    net.out_proj = layer(RowParallelLinear, input_size=VALUES, **row, **form(out))
+    model = nn.Module()
+    model.language_model = nn.Module()
+    model.language_model.model = nn.Module()
+    model.language_model.model.layers = nn.ModuleList([nn.Module()])
+    model.language_model.model.layers[0].linear_attn = net
+    model.config = SimpleNamespace(model_type="qwen3_5")
+    return model
+
+
+class Decoder(NamedTuple):
+    """The trainer's tensors of a seed, and the model of a rank that has its parts of them."""
+
+    tensors: Callable[..., dict[str, torch.Tensor]]
+    model: Callable[..., nn.Module]
+
+
+ATTENTION, DELTA_NET = Decoder(whole_tensors, rank_model), Decoder(delta_tensors, delta_model)
+QUANTIZED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight")
+QUANTIZED += ("down_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight")
+
+
 def weights(whole: dict[str, torch.Tensor], sent=quantized) -> list[tuple[Name, torch.Tensor | QuantizedWeight]]:
     """The trainer's stream: projections of equal width stacked, and quantized if ``sent`` is."""
     groups: dict[object, list[str]] = {}
     for name, tensor in whole.items():
-        groups.setdefault(tensor.shape[1:] if "layers." in name else name, []).append(name)
+        is_quantized = sent is quantized and name.endswith(QUANTIZED)
+        groups.setdefault((tensor.shape[1:], is_quantized) if "layers." in name else name, []).append(name)
     stream = []
     for names in groups.values():
         stack = Stack(tuple(names), tuple(len(whole[name]) for name in names)) if len(names) > 1 else names[0]
         tensor = torch.cat([whole[name] for name in names])
-        is_quantized = sent is quantized and names[0].endswith("proj.weight")
+        is_quantized = sent is quantized and names[0].endswith(QUANTIZED)
         stream.append((stack, FLOW.quantize_weight(tensor, "fp32") if is_quantized else tensor))
     return stream
 
@@ -144,31 +206,38 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ran
 
 
 @pytest.mark.parametrize("rank", range(TP))
-def test_each_rank_has_its_part_of_every_tensor(rank):
-    whole = whole_tensors()
-    counts = verify(rank_model(rank, whole), whole)
-    assert (counts["quantized"], counts["plain"]) == (7, 6)
-    counts = verify(rank_model(rank, whole, plain), whole, plain)
-    assert (counts["quantized"], counts["plain"]) == (0, 13)
+@pytest.mark.parametrize(("decoder", "projections", "others"), [(ATTENTION, 7, 6), (DELTA_NET, 3, 5)])
+def test_each_rank_has_its_part_of_every_tensor(rank, decoder, projections, others):
+    whole = decoder.tensors()
+    counts = verify(decoder.model(rank, whole), whole)
+    assert (counts["quantized"], counts["plain"]) == (projections, others)
+    counts = verify(decoder.model(rank, whole, plain), whole, plain)
+    assert (counts["quantized"], counts["plain"]) == (0, projections + others)
 
 
 @pytest.mark.parametrize(
-    ("module", "piece"),
+    ("decoder", "parameter", "named"),
     [
-        ("self_attn.qkv_proj", "self_attn.q_proj"),
-        ("self_attn.o_proj", "self_attn.o_proj"),
-        ("mlp.gate_up_proj", "mlp.gate_proj"),
-        ("mlp.down_proj", "mlp.down_proj"),
+        (ATTENTION, "model.layers.0.self_attn.qkv_proj.weight", "self_attn.q_proj.weight"),
+        (ATTENTION, "model.layers.0.self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+        (ATTENTION, "model.layers.0.mlp.gate_up_proj.weight", "mlp.gate_proj.weight"),
+        (ATTENTION, "model.layers.0.mlp.down_proj.weight", "mlp.down_proj.weight"),
+        (DELTA_NET, "in_proj_qkvz.weight", "in_proj_qkv.weight"),
+        (DELTA_NET, "in_proj_ba.weight", "in_proj_b.weight"),
+        (DELTA_NET, "out_proj.weight", "out_proj.weight"),
+        (DELTA_NET, "conv1d.weight", "conv1d.weight"),
+        (DELTA_NET, "A_log", "A_log"),
+        (DELTA_NET, "dt_bias", "dt_bias"),
     ],
 )
-def test_the_other_ranks_shard_is_refused(module, piece):
+def test_the_other_ranks_shard_is_refused(decoder, parameter, named):
     """Rank 0 with rank 1's slice: all bytes are the trainer's, in the wrong place."""
-    whole = whole_tensors()
-    model, other = rank_model(0, whole), rank_model(1, whole)
-    prefix = f"model.layers.0.{module}"
-    for leaf in ("weight", "weight" + SCALE_SUFFIX):
-        model.get_parameter(f"{prefix}.{leaf}").data = other.get_parameter(f"{prefix}.{leaf}").data
-    with pytest.raises(ContractViolation, match=rf"model\.layers\.0\.{piece}\.weight differs"):
+    whole = decoder.tensors()
+    model, other = (decoder.model(rank, whole) for rank in range(TP))
+    for name, value in model.named_parameters():
+        if name.removesuffix(SCALE_SUFFIX).endswith(parameter):
+            value.data = other.get_parameter(name).data
+    with pytest.raises(ContractViolation, match=rf"layers\.0\.\S*{named} differs"):
         verify(model, whole)
 
 
@@ -184,13 +253,21 @@ def test_the_other_ranks_columns_of_a_bf16_layer_are_refused(module):
         verify(model, whole, plain, ranks=1)
 
 
-def test_swapped_gate_and_up_are_detected():
-    whole = whole_tensors()
-    model = rank_model(0, whole)
-    weight = model.get_parameter("model.layers.0.mlp.gate_up_proj.weight")
-    half = weight.shape[0] // 2
-    weight.data = torch.cat([weight.data[half:], weight.data[:half]])
-    with pytest.raises(ContractViolation, match="gate_proj"):
+@pytest.mark.parametrize(
+    ("decoder", "parameter", "rows", "named"),
+    [
+        (ATTENTION, "model.layers.0.mlp.gate_up_proj.weight", INNER // TP, "gate_proj"),
+        (DELTA_NET, "language_model.model.layers.0.linear_attn.in_proj_qkvz.weight", KEYS // TP, "in_proj_qkv"),
+        (DELTA_NET, "language_model.model.layers.0.linear_attn.conv1d.weight", KEYS // TP, "conv1d"),
+    ],
+    ids=["gate-up", "q-k", "channels"],
+)
+def test_swapped_runs_of_rows_are_detected(decoder, parameter, rows, named):
+    whole = decoder.tensors()
+    model = decoder.model(0, whole)
+    weight = model.get_parameter(parameter)
+    weight.data = torch.cat([weight.data[rows : 2 * rows], weight.data[:rows], weight.data[2 * rows :]])
+    with pytest.raises(ContractViolation, match=f"{named}.weight differs"):
         verify(model, whole)
 
 
@@ -198,9 +275,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def pieces(seed: int, sent=quantized) -> list[tuple[str, torch.Tensor]]:
+def pieces(seed: int, sent=quantized, tensors=whole_tensors) -> list[tuple[str, torch.Tensor]]:
     """Of a sync, in one buffer as in verl's receiver."""
-    stream = packed([part for item in weights(whole_tensors(seed), sent) for part in parts_of_weight(*item)])
+    stream = packed([part for item in weights(tensors(seed), sent) for part in parts_of_weight(*item)])
     names, tensors = zip(*stream, strict=True)
     return list(zip(names, torch.cat(tensors).split([len(tensor) for tensor in tensors]), strict=True))
 
@@ -208,28 +285,33 @@ def pieces(seed: int, sent=quantized) -> list[tuple[str, torch.Tensor]]:
 class Rank:
     """A worker with loaders that place a tensor where the model of its rank has it."""
 
-    def __init__(self, rank: int, form=quantized) -> None:
-        self.rank, self.form, self.loaded = rank, form, []
-        self.model = rank_model(rank, whole_tensors(9), form)
+    def __init__(self, rank: int, form=quantized, decoder: Decoder = ATTENTION) -> None:
+        self.rank, self.form, self.decoder, self.loaded = rank, form, decoder, []
+        self.model = self.of(9)
         self.placement = Placement(LiveMap(self.model))
+
+    def of(self, seed: int) -> nn.Module:
+        """The rank's model with the weights of a seed."""
+        return self.decoder.model(self.rank, self.decoder.tensors(seed), self.form)
 
     def sync(self, seed: int, verified: bool = True) -> int:
         """Returns how many tensors were loaded."""
         self.loaded.clear()
         self.placement.start()
-        self.placement.place(pieces(seed, self.form), lambda tensors: self.load(seed, tensors))
+        sent = pieces(seed, self.form, self.decoder.tensors)
+        self.placement.place(sent, lambda tensors: self.load(seed, tensors))
         if verified:
             self.placement.commit()
         return len(self.loaded)
 
     def load(self, seed: int, tensors: list[tuple[str, torch.Tensor]]) -> None:
         self.loaded += tensors
-        for name, parameter in rank_model(self.rank, whole_tensors(seed), self.form).named_parameters():
+        for name, parameter in self.of(seed).named_parameters():
             if not name.endswith(SCALE_SUFFIX):
                 self.model.get_parameter(name).data.copy_(parameter)
 
     def has(self, seed: int) -> bool:
-        expected = rank_model(self.rank, whole_tensors(seed), self.form).named_parameters()
+        expected = self.of(seed).named_parameters()
         return all(torch.equal(bits(parameter), bits(self.model.get_parameter(name))) for name, parameter in expected)
 
     def forget(self) -> None:
@@ -240,9 +322,10 @@ class Rank:
 
 @pytest.mark.parametrize("form", [quantized, plain])
 @pytest.mark.parametrize("rank", range(TP))
-def test_later_syncs_copy_every_tensor_by_the_map_with_the_loaders_bits(rank, form):
-    worker = Rank(rank, form)
-    assert worker.sync(0) == len(whole_tensors()) and worker.has(0)
+@pytest.mark.parametrize("decoder", [ATTENTION, DELTA_NET])
+def test_later_syncs_copy_every_tensor_by_the_map_with_the_loaders_bits(rank, form, decoder):
+    worker = Rank(rank, form, decoder)
+    assert worker.sync(0) == len(decoder.tensors()) and worker.has(0)
     worker.forget()
     assert worker.sync(1) == 0 and worker.has(1), "padded rows are zeros again"
 

@@ -49,7 +49,7 @@ def sums() -> dict[str, int]:
 
 def verify(trainer: dict[str, int], rollout: dict[str, int]) -> dict:
     """The check on a model of one norm, between sides that state these sums."""
-    live = {"norm": LiveTensor(NORM, slice(0, 8), slice(0, 1), (8, 1))}
+    live = {"norm": LiveTensor(NORM, (slice(0, 8),), slice(0, 1), (8, 1))}
     receiver = receiver_of([("norm", NORM)], scale_rule="fp32", probe=1, operations=trainer)
     return receiver.verify(live, scale_rule="fp32", probe=1, operations=rollout)
 

@@ -136,20 +136,23 @@ def test_sums_of_many_weights_equal_those_of_each_alone(name):
 
 @pytest.fixture
 def stacked():
-    """A trainer's stream of two stacked weights, a norm and a matrix, and a worker's live tensors of them."""
+    """A trainer's stream of two stacked weights, two vectors and a matrix, and a worker's live tensors of them; one
+    vector is FP32 there."""
     number_format = formats.get("fp8")
     weight = number_format.quantize_weight(torch.randn(384, 256).bfloat16(), "fp32")
-    norm, head = torch.randn(256).bfloat16(), torch.randn(96, 256).bfloat16()
+    norm, decay, head = torch.randn(256).bfloat16(), torch.randn(16).bfloat16(), torch.randn(96, 256).bfloat16()
     live = QuantizedWeight(number_format, weight.qdata.clone(), weight.scales.clone())
     live_tensors = {
-        "norm": LiveTensor(norm.clone(), slice(0, 256), slice(0, 1), (256, 1)),
-        "head": LiveTensor(head.clone(), slice(0, 96), slice(0, 256), (96, 256)),
+        "norm": LiveTensor(norm.clone(), (slice(0, 256),), slice(0, 1), (256, 1)),
+        "decay": LiveTensor(decay.float(), (slice(0, 16),), slice(0, 1), (16, 1)),
+        "head": LiveTensor(head.clone(), (slice(0, 96),), slice(0, 256), (96, 256)),
     }
     for name, start, rows in (("q", 0, 256), ("k", 256, 128)):
         blocks = slice(start // 128, (start + rows) // 128)
         value = QuantizedWeight(number_format, live.qdata[start : start + rows], live.scales[blocks])
-        live_tensors[name] = LiveTensor(value, slice(0, rows), slice(0, 256), (rows, 256), live, start)
-    return [(Stack(("q", "k"), (256, 128)), weight), ("norm", norm), ("head", head)], live_tensors
+        live_tensors[name] = LiveTensor(value, (slice(0, rows),), slice(0, 256), (rows, 256), live, start)
+    sent = [(Stack(("q", "k"), (256, 128)), weight), ("norm", norm), ("decay", decay), ("head", head)]
+    return sent, live_tensors
 
 
 def without_stacks(sent) -> list:
@@ -189,7 +192,7 @@ def test_the_check_sums_a_stacked_parameter_of_a_packed_stream_once(stacked, mon
     monkeypatch.setattr(kernels, "block_sums", spied)
     sent, live_tensors = stacked
     assert receiver_of(sent, **FACTS).verify(live_tensors, **FACTS) == counts
-    assert (counts["quantized"], counts["plain"]) == (2, 2)
+    assert (counts["quantized"], counts["plain"]) == (2, 3)
     assert calls == [[(384, 256)], [(384, 256)]], "once in the trainer, once in the rollout"
     calls.clear()
     assert receiver_of(without_stacks(sent), **FACTS).verify(live_tensors, **FACTS) == counts
@@ -227,7 +230,7 @@ def test_a_tied_tensor_is_sent_once_and_checked_under_both_names(stacked):
     receiver = receiver_of(sent, tied={"tied": "head"}, **FACTS)
     both = receiver.verify(live_tensors | {"tied": live_tensors["head"]}, **FACTS)
     head = int(row_sums(live_tensors["head"].data).sum())
-    assert both["digest"] == (check(sent, live_tensors)["digest"] + head) % 2**64 and both["plain"] == 3
+    assert both["digest"] == (check(sent, live_tensors)["digest"] + head) % 2**64 and both["plain"] == 4
     other = replace(live_tensors["head"], value=live_tensors["head"].data.clone())
     other.data[5] += 1
     with pytest.raises(ContractViolation, match="tied differs between trainer and rollout in 1 of 96"):
@@ -236,7 +239,13 @@ def test_a_tied_tensor_is_sent_once_and_checked_under_both_names(stacked):
 
 @pytest.mark.parametrize(
     ("name", "of", "at"),
-    [("q", "qdata", (130, 7)), ("k", "qdata", (383, 255)), ("k", "scales", (2, 1)), ("norm", "value", (9,))],
+    [
+        ("q", "qdata", (130, 7)),
+        ("k", "qdata", (383, 255)),
+        ("k", "scales", (2, 1)),
+        ("norm", "value", (9,)),
+        ("decay", "value", (9,)),
+    ],
 )
 def test_a_flipped_bit_in_a_live_parameter_names_its_tensor(stacked, name, of, at):
     sent, live_tensors = stacked

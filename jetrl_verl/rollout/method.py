@@ -98,14 +98,16 @@ class JetQuantizationConfig(vllm.QuantizationConfig):
             return self._method_of(layer, prefix)
 
     def _method_of(self, layer: torch.nn.Module, prefix: str) -> vllm.QuantizeMethodBase:
+        location, names = place(prefix), family(self._hf_config)
+        if location is None or location.layer != f"{names.rollout_layers}.{location.index}":
+            return vllm.UnquantizedLinearMethod()  # a vision tower
         ranks = vllm.get_tensor_model_parallel_world_size()
         plans = plan_linears(self._hf_config, ranks, unfit_layers=self.unfit_layers, format_name=self.format_name)
-        location, names = place(prefix), family(self._hf_config)
         if isinstance(layer, vllm.RoutedExperts):
             return JetExpertsMethod(self, layer) if plans[names.experts.down].quantized else None
-        if location is not None and names.experts is not None and location.module == names.experts.router:
+        if names.experts is not None and location.module == names.experts.router:
             return vllm.UnquantizedLinearMethod()
-        pieces = names.pieces.get(location.module) if location is not None else None
+        pieces = names.pieces.get(location.module)
         if pieces is None:
             refuse("layer_replaced_in_vllm", what=f"the linear layer {prefix}, which its family does not have,")
         if not all(plans[piece].quantized for piece in pieces):

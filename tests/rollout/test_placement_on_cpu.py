@@ -3,6 +3,8 @@
 """Weight syncs of a real vLLM worker: its loaders place the first one, the map of live places later ones, with the same
 bits. A wrong place on either side is detected."""
 
+from functools import partial
+
 import pytest
 import torch
 import vllm_engine
@@ -10,123 +12,176 @@ from tiny_models import tiny_model
 
 from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models import family
+from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout import live as live_module
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.stacks import Stack
+from jetrl_verl.sync.quantize import format_of, quantize_stream
 from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.train.gather import tensors_of
 from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
+MODELS = {
+    "qwen2": ({}, {}, 2 * (7 + 5) + 2),
+    "qwen3_5": (
+        dict(num_attention_heads=2, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4),
+        dict(block_size=64, max_num_batched_tokens=128),
+        2 * (8 + 6) + (7 + 4) + 2,
+    ),
+}
+"""Changes of a tiny model, arguments of its engine, and how many tensors a sync sends: projections and others of each
+layer, the last norm and the embedding. One has biases on q, k and v, the other two linear layers and a full one."""
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory, cpu_platform):
-    """vLLM's worker on a model with biases on q, k and v and a tied head."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model("qwen2", 0, vocab_size=96, tie_word_embeddings=True).to(torch.bfloat16).save_pretrained(folder)
-    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE)
+class Engine:
+    """vLLM's worker on a model of a family."""
+
+    def __init__(self, model_type: str, folder) -> None:
+        self.model_type, self.decoder = model_type, family({"model_type": model_type})
+        self.changes, arguments, self.sent = MODELS[model_type]
+        self.policy(0).to(torch.bfloat16).save_pretrained(folder)
+        options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE)
+        _, self.worker = vllm_engine.start(folder, options, load_format="dummy", **arguments)
+        self.model = self.worker.model_runner.model
+
+    def policy(self, seed: int):
+        return tiny_model(self.model_type, seed, vocab_size=96, tie_word_embeddings=True, **self.changes)
+
+    def sync(self, seed: int) -> None:
+        vllm_engine.sync(self.worker, self.stream(seed))
+
+    def stream(self, seed: int):
+        """An actor's stream: a layer's matrices of one width in a stack, and a head tied to the embedding."""
+        model, plans = self.policy(seed), plan_linears(self.policy(seed).config)
+        tied = {self.decoder.head + ".weight": self.decoder.embedding + ".weight"}
+        state = {n: tensor for n, tensor in model.state_dict().items() if n not in tied and ".visual." not in n}
+
+        def weights():
+            groups: dict[object, list[str]] = {}
+            for name in state:
+                groups.setdefault(location.layer if (location := place(name)) else name, []).append(name)
+            for names in groups.values():
+                shapes = [tuple(state[name].shape) for name in names]
+                for item in tensors_of(names, shapes, partial(format_of, plans)):
+                    yield item.name, torch.cat([state[names[i]] for i in item.members])
+
+        probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
+        statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model), tied=tied)
+        return sync_parts(quantize_stream(weights(), plans, RULE), statement)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The bytes of every parameter."""
+        return {
+            name: parameter.data.as_subclass(torch.Tensor).view(torch.uint8)
+            for name, parameter in self.model.named_parameters()
+        }
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def engine(request, tmp_path_factory, cpu_platform):
     with vllm_engine.cpu_settings():
-        _, worker = vllm_engine.start(folder, options, load_format="dummy")
-        yield worker
+        from vllm.distributed import cleanup_dist_env_and_memory
 
-
-def stream(seed: int):
-    """An actor's stream: matrices of one width in stacks, and a head tied to the embedding."""
-    model = tiny_model("qwen2", seed, vocab_size=96, tie_word_embeddings=True)
-    state, plans = model.state_dict(), plan_linears(model.config)
-    groups = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),)
-    groups += (("self_attn.o_proj",), ("mlp.down_proj",))
-
-    def weights():
-        names = [[f"model.layers.{i}.{name}.weight" for i in range(2) for name in group] for group in groups]
-        names.append([name for name in state if name.endswith((".bias", "norm.weight"))])
-        for group in names:
-            yield Stack(tuple(group), tuple(len(state[name]) for name in group)), torch.cat([state[n] for n in group])
-        yield "model.embed_tokens.weight", state["model.embed_tokens.weight"]
-
-    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
-    tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model), tied=tied)
-    return sync_parts(quantize_stream(weights(), plans, RULE), statement)
-
-
-def parameters(worker) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.data.as_subclass(torch.Tensor).view(torch.uint8).clone()
-        for name, parameter in worker.model_runner.model.named_parameters()
-    }
+        engine = Engine(request.param, tmp_path_factory.mktemp("model"))
+        yield engine
+        del engine.worker, engine.model
+        cleanup_dist_env_and_memory()
 
 
 @pytest.fixture
-def loads(worker, monkeypatch) -> list[int]:
+def loads(engine, monkeypatch) -> list[int]:
     """Number of names in each call of vLLM's loaders."""
-    calls, stock = [], worker.model_runner.model.load_weights
+    calls, stock = [], engine.model.load_weights
 
     def load_weights(weights):
         weights = list(weights)
         calls.append(len(weights))
         return stock(weights)
 
-    monkeypatch.setattr(worker.model_runner.model, "load_weights", load_weights)
+    monkeypatch.setattr(engine.model, "load_weights", load_weights)
     return calls
 
 
-def test_the_second_sync_calls_no_loader_and_leaves_the_same_bits(worker, loads):
-    vllm_engine.sync(worker, stream(1))
-    assert sum(loads) == 2 * 7 + 2 * 5 + 1 + 1, "weights, two norms and three biases a layer, last norm, embedding"
+def test_the_second_sync_calls_no_loader_and_leaves_the_same_bits(engine, loads):
+    engine.sync(1)
+    assert sum(loads) == engine.sent
     loads.clear()
-    for parameter in worker.model_runner.model.parameters():
-        parameter.data.as_subclass(torch.Tensor).view(torch.uint8).fill_(0x55)
-    vllm_engine.sync(worker, stream(2))
+    for parameter in engine.parameters().values():
+        parameter.fill_(0x55)
+    engine.sync(2)
     assert loads == []
-    copied = parameters(worker)
-    worker._jetrl_placement._places.clear()
-    vllm_engine.sync(worker, stream(2))
-    assert sum(loads) == 26
-    loaded = parameters(worker)
+    copied = {name: parameter.clone() for name, parameter in engine.parameters().items()}
+    engine.worker._jetrl_placement._places.clear()
+    engine.sync(2)
+    assert sum(loads) == engine.sent
+    loaded = engine.parameters()
     assert all(torch.equal(bits, loaded[name]) for name, bits in copied.items())
 
 
-def test_a_copy_to_a_wrong_place_is_detected_and_the_next_sync_loads(worker, loads):
-    vllm_engine.sync(worker, stream(3))
-    vllm_engine.sync(worker, stream(3))
-    copies = next(places.copies for places in worker._jetrl_placement._places.values() if len(places.copies) > 3)
-    sizes = [copy.target.shape for copy in copies]
-    one, other = next((i, j) for i in range(len(sizes)) for j in range(i) if sizes[i] == sizes[j])
+def test_a_copy_to_a_wrong_place_is_detected_and_the_next_sync_loads(engine, loads):
+    engine.sync(3)
+    engine.sync(3)
+    lists = [places.copies for places in engine.worker._jetrl_placement._places.values()]
+    copies, one, other = next(
+        (copies, i, j)
+        for copies in lists
+        for i, copy in enumerate(copies)
+        for j in range(i)
+        if (copy.target.shape, copy.dtype) == (copies[j].target.shape, copies[j].dtype)
+    )
     first, second = copies[one].target, copies[other].target
     copies[one], copies[other] = copies[one]._replace(target=second), copies[other]._replace(target=first)
     with pytest.raises(ContractViolation, match="differs between trainer and rollout"):
-        vllm_engine.sync(worker, stream(3))
+        engine.sync(3)
     loads.clear()
-    vllm_engine.sync(worker, stream(3))
-    assert sum(loads) == 26
+    engine.sync(3)
+    assert sum(loads) == engine.sent
 
 
-def test_a_wrong_map_of_live_parameters_is_detected_before_it_copies(worker):
-    vllm_engine.sync(worker, stream(4))
-    stock = live_module.live_tensors
+def test_a_wrong_map_of_live_parameters_is_detected_before_it_copies(engine):
+    engine.sync(4)
+    names = list(live_module.live_tensors(engine.model))
+    k, v = (max(name for name in names if f"{one}_proj.weight" in name) for one in "kv")
 
     def swapped(model):
-        tensors = stock(model)
-        k, v = (f"model.layers.1.self_attn.{name}_proj.weight" for name in "kv")
+        tensors = live_module.live_tensors(model)
         return tensors | {k: tensors[v], v: tensors[k]}
 
     for _ in range(2):
-        worker._jetrl_live._tensors = swapped(worker.model_runner.model)
-        with pytest.raises(ContractViolation, match=r"layers\.1\.self_attn\.k_proj\.weight differs"):
-            vllm_engine.sync(worker, stream(4))
-    worker._jetrl_live._places = []
+        engine.worker._jetrl_live._tensors = swapped(engine.model)
+        with pytest.raises(ContractViolation, match=f"{k} differs"):
+            engine.sync(4)
+    engine.worker._jetrl_live._places = []
 
 
-def test_a_parameter_that_moved_is_loaded_at_its_new_address(worker, loads):
-    vllm_engine.sync(worker, stream(5))
+def test_a_parameter_that_moved_is_loaded_at_its_new_address(engine, loads):
+    engine.sync(5)
     loads.clear()
-    weight = worker.model_runner.model.model.layers[1].mlp.down_proj.weight
+    weight = engine.model.get_parameter(f"{engine.decoder.rollout_layers}.1.mlp.down_proj.weight")
     before = weight.data
     weight.data = torch.zeros_like(before)
-    vllm_engine.sync(worker, stream(6))
-    assert sum(loads) == 26 and not torch.equal(before.view(torch.uint8), weight.data.view(torch.uint8))
+    engine.sync(6)
+    assert sum(loads) == engine.sent and not torch.equal(before.view(torch.uint8), weight.data.view(torch.uint8))
     loads.clear()
-    vllm_engine.sync(worker, stream(6))
+    engine.sync(6)
     assert loads == []
+
+
+@pytest.mark.parametrize("engine", ["qwen3_5"], indirect=True)
+@pytest.mark.parametrize(
+    ("parameter", "row", "named"),
+    [
+        ("in_proj_qkvz.weight", 300, "in_proj_qkv.weight"),
+        ("in_proj_qkvz.weight", -1, "in_proj_z.weight"),
+        ("in_proj_ba.weight", -1, "in_proj_a.weight"),
+        ("conv1d.weight", 300, "conv1d.weight"),
+        ("A_log", 0, "A_log"),
+    ],
+)
+def test_a_flipped_bit_of_a_delta_net_names_its_tensor(engine, parameter, row, named):
+    engine.sync(7)
+    value = engine.model.get_parameter(f"{engine.decoder.rollout_layers}.1.linear_attn.{parameter}").data
+    value.as_subclass(torch.Tensor).view(torch.uint8).view(len(value), -1)[row, 0] ^= 1
+    with pytest.raises(ContractViolation, match=rf"layers\.1\.linear_attn\.{named} differs .* in 1 of"):
+        engine.worker._verify(engine.worker.model_runner.vllm_config.quant_config, {})

@@ -29,7 +29,7 @@ from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
 from jetrl_verl.nn.linear import project, quantize_input
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.train import sequence_parallel
+from jetrl_verl.train import delta_net, sequence_parallel
 from jetrl_verl.train.packing import Packing
 
 ATTENTION = "jetrl_shared"
@@ -231,9 +231,13 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         readers = {handoff.source: [part(reader) for reader in handoff.readers] for handoff in names.handoffs}
         for norm in names.norms:
             replace("norm", part(norm), _norm_forward, readers=readers.get(norm, ()))
-        attention = part(names.attention)
-        attention.core = AttentionCore(attention.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
-        replace("attention", attention, _attention_forward, family=names)
+        first = part(names.attention)
+        if names.delta_net is None:
+            first.core = AttentionCore(first.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
+            replace("attention", first, _attention_forward, family=names)
+        else:
+            replace("delta net", first, delta_net.delta_net_forward, names=names.delta_net)
+            replace("linear layer", layer, delta_net.layer_forward, family=names)
         if (mixture := names.experts) is None:
             replace("mlp", part(names.mlp), _mlp_forward, family=names)
         else:

@@ -176,7 +176,45 @@ def attention_over_ranks(rank: int, world: int, store: str) -> None:
         set_ulysses_sequence_parallel_group(None)  # the process is reused
 
 
+def delta_net_over_ranks(rank: int, world: int, store: str) -> None:
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+    from verl.utils.ulysses import set_ulysses_sequence_parallel_group
+
+    from jetrl_verl.models.families.base import DeltaNet
+    from jetrl_verl.train.delta_net import delta_net_forward
+    from jetrl_verl.train.packing import Packing
+
+    def run(module, x: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        module.zero_grad()
+        x = x.clone().requires_grad_()
+        out = delta_net_forward(module, x, packing, names=DeltaNet())
+        out.backward(gradient)
+        return out.detach(), x.grad, *(p.grad.float() for p in module.parameters())
+
+    with joined(rank, world, store):
+        tokens, part = 72, slice(rank * 72 // world, (rank + 1) * 72 // world)
+        packing = Packing.of(torch.cat([torch.arange(n) for n in (7, 1, 40, 24)])[None], None)
+        for key_heads, value_heads in ((world, 2 * world), (1, world)):
+            torch.manual_seed(key_heads)
+            heads = dict(linear_num_key_heads=key_heads, linear_num_value_heads=value_heads)
+            module = Qwen3_5GatedDeltaNet(Qwen3_5TextConfig(hidden_size=128, **heads), 0).to(torch.bfloat16)
+            x, gradient = torch.randn(2, 1, tokens, 128).bfloat16()
+
+            set_ulysses_sequence_parallel_group(None)
+            out, dx, *whole = run(module, x, gradient)
+            set_ulysses_sequence_parallel_group(dist.group.WORLD)
+            out_of_rank, dx_of_rank, *parts = run(module, x[:, part], gradient[:, part])
+            assert torch.equal(out_of_rank, out[:, part])
+            torch.testing.assert_close(dx_of_rank, dx[:, part], atol=0.05, rtol=0.05)
+            for name, expected, summed in zip(dict(module.named_parameters()), whole, parts, strict=True):
+                dist.all_reduce(summed)
+                assert (summed - expected).norm() < 0.03 * expected.norm(), name
+        set_ulysses_sequence_parallel_group(None)
+
+
+@pytest.mark.parametrize("function", [attention_over_ranks, delta_net_over_ranks])
 @pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_attention_over_any_number_of_ranks(world):
+def test_operations_over_any_number_of_ranks(world, function):
     with TemporaryDirectory() as folder:
-        run_in_processes(world, attention_over_ranks, world, str(Path(folder) / "store"))
+        run_in_processes(world, function, world, str(Path(folder) / "store"))

@@ -30,20 +30,20 @@ _UNIT = tl.constexpr(UNIT_TOKENS)
 
 @implements("norm_rotary_write", "reference")
 def reference_norm_rotary_write(
-    q, k, v, q_weight, k_weight, eps: float, table, positions, keys, values, slots
+    q, k, v, q_weight, k_weight, eps: float, table, positions, unit_offset: bool, keys, values, slots
 ) -> torch.Tensor:
     """The operations one after the other; keys and values are stored in cache form."""
-    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
+    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions, unit_offset)
     write_pages(k, v, keys, values, slots)
     return q
 
 
 @implements("norm_rotary_write_fp8", "reference")
 def reference_norm_rotary_write_fp8(
-    q, k, v, q_weight, k_weight, eps: float, table, positions, cache, slots
+    q, k, v, q_weight, k_weight, eps: float, table, positions, unit_offset: bool, cache, slots
 ) -> torch.Tensor:
     """The operations one after the other."""
-    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions)
+    q, k, *_ = reference_norm_rotary(q, k, q_weight, k_weight, eps, table, positions, unit_offset)
     reference_write_kv(k[: len(slots)], v[: len(slots)], cache, slots)
     return q
 
@@ -57,7 +57,8 @@ def _norm_rotary_write_kernel(
     keys_ptr, values_ptr, slots_ptr, eps, table_rows, slots,
     Q_HEADS: tl.constexpr, Q_TOKEN: tl.constexpr, Q_HEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
-    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, PLACE: tl.constexpr, HEAD: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGE: tl.constexpr, PLACE: tl.constexpr, HEAD: tl.constexpr,
     FP8: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     q_programs: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
@@ -69,8 +70,10 @@ def _norm_rotary_write_kernel(
         head = program * HEADS
         valid = head + tl.arange(0, HEADS) < Q_HEADS
         source = q_ptr + token * Q_TOKEN + head * Q_HEAD
-        first, second, _ = rotated_heads(source, Q_HEAD, valid, q_weight_ptr, table_ptr, position, table_rows, eps, D)
-        store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, D, valid, D)
+        first, second, _ = rotated_heads(
+            source, Q_HEAD, valid, q_weight_ptr, table_ptr, position, table_rows, eps, D, WIDTH, UNIT_OFFSET
+        )
+        store_halves(first, second, q_out_ptr + (token * Q_HEADS + head) * D, D, valid, D, WIDTH)
     else:
         slot = tl.load(slots_ptr + token, mask=token < slots, other=-1).to(tl.int64)
         head = (program - q_programs) % kv_programs * HEADS
@@ -82,13 +85,13 @@ def _norm_rotary_write_kernel(
             position = tl.load(positions_ptr + token)
             source = k_ptr + token * K_TOKEN + head * K_HEAD
             first, second, _ = rotated_heads(
-                source, K_HEAD, valid, k_weight_ptr, table_ptr, position, table_rows, eps, D
-            )  # fmt: skip
+                source, K_HEAD, valid, k_weight_ptr, table_ptr, position, table_rows, eps, D, WIDTH, UNIT_OFFSET
+            )
             if FP8:
                 unit_ptr, row = unit_of_slot(keys_ptr, slot, head, KV_HEADS, units)
                 write_heads(first, second, unit_ptr, row, stored, units, True)
             else:
-                store_halves(first, second, keys_ptr + place, HEAD, stored, D)
+                store_halves(first, second, keys_ptr + place, HEAD, stored, D, WIDTH)
         else:
             source = v_ptr + token * V_TOKEN + head * V_HEAD
             if FP8:
@@ -101,7 +104,9 @@ def _norm_rotary_write_kernel(
                 tl.store(values_ptr + place + heads * HEAD + column, v, mask=stored[:, None])
 
 
-def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout: dict) -> torch.Tensor:
+def _launch(
+    q, k, v, q_weight, k_weight, eps, table, positions, unit_offset: bool, keys, values, slots, layout: dict
+) -> torch.Tensor:
     """``layout``: constants of the cache's layout."""
     q, k, v = (heads_in_place(x) for x in (q, k, v))
     tokens, q_heads, width = q.shape
@@ -133,6 +138,8 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
             V_TOKEN=v.stride(0),
             V_HEAD=v.stride(1),
             D=width,
+            WIDTH=table.shape[1],
+            UNIT_OFFSET=unit_offset,
             **layout,
             HEADS=HEADS_OF_A_PROGRAM,
             num_warps=HEADS_OF_A_PROGRAM * tile_and_warps(width)[1],
@@ -142,21 +149,21 @@ def _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, sl
 
 @implements("norm_rotary_write", "triton")
 def triton_norm_rotary_write(
-    q, k, v, q_weight, k_weight, eps: float, table, positions, keys, values, slots
+    q, k, v, q_weight, k_weight, eps: float, table, positions, unit_offset: bool, keys, values, slots
 ) -> torch.Tensor:
-    """As :func:`norm_rotary_write`; ``D`` is a power of two, a position that the table lacks gives NaN."""
+    """As :func:`norm_rotary_write`; a position that the table lacks gives NaN."""
     page, place, head, _ = keys.stride()
     layout = {"BLOCK_SIZE": keys.shape[1], "PAGE": page, "PLACE": place, "HEAD": head, "FP8": False}
-    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots, layout)
+    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, unit_offset, keys, values, slots, layout)
 
 
 @implements("norm_rotary_write_fp8", "triton")
 def triton_norm_rotary_write_fp8(
-    q, k, v, q_weight, k_weight, eps: float, table, positions, cache, slots
+    q, k, v, q_weight, k_weight, eps: float, table, positions, unit_offset: bool, cache, slots
 ) -> torch.Tensor:
     """As :func:`norm_rotary_write_fp8`; a position that the table lacks gives NaN."""
     layout = {"BLOCK_SIZE": cache.shape[2] * UNIT_TOKENS, "PAGE": 0, "PLACE": 0, "HEAD": 0, "FP8": True}
-    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, cache, cache, slots, layout)
+    return _launch(q, k, v, q_weight, k_weight, eps, table, positions, unit_offset, cache, cache, slots, layout)
 
 
 # --- torch operators --------------------------------------------------------------------------------------------------
@@ -178,7 +185,7 @@ def _check(operation: str, q, k, v, q_weight, k_weight, table, positions, slots)
 
 @operator(
     "norm_rotary_write(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
-    " Tensor positions, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> Tensor",
+    " Tensor positions, bool unit_offset, Tensor(a!) keys, Tensor(b!) values, Tensor slots) -> Tensor",
     fake=_fake,
 )
 def norm_rotary_write(
@@ -190,6 +197,7 @@ def norm_rotary_write(
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
+    unit_offset: bool,
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
@@ -199,7 +207,7 @@ def norm_rotary_write(
     Args:
         q: ``[N, Hq, D]`` BF16. k, v: ``[N, Hk, D]`` BF16. Each may be a part of a wider tensor.
         q_weight, k_weight: ``[D]``. eps: added to the means of squares.
-        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
+        table, positions, unit_offset: as of :func:`norm_rotary`.
         keys, values: ``[pages, block size, Hk, D]`` BF16, written in place (on the CPU in :func:`cache_form`), with the
             same strides and contiguous features.
         slots: at most ``[N]``, page times block size plus place, all different. Tokens with a negative slot, or without
@@ -221,12 +229,12 @@ def norm_rotary_write(
             f"[pages, block size, {k.shape[1]}, {k.shape[2]}] of the same strides with contiguous features"
         )
     run = lookup("norm_rotary_write", q.device)
-    return run(q, k, v, q_weight, k_weight, eps, table, positions, keys, values, slots)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, unit_offset, keys, values, slots)
 
 
 @operator(
     "norm_rotary_write_fp8(Tensor q, Tensor k, Tensor v, Tensor q_weight, Tensor k_weight, float eps, Tensor table,"
-    " Tensor positions, Tensor(a!) cache, Tensor slots) -> Tensor",
+    " Tensor positions, bool unit_offset, Tensor(a!) cache, Tensor slots) -> Tensor",
     fake=_fake,
 )
 def norm_rotary_write_fp8(
@@ -238,6 +246,7 @@ def norm_rotary_write_fp8(
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
+    unit_offset: bool,
     cache: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
@@ -253,4 +262,4 @@ def norm_rotary_write_fp8(
             f"norm_rotary_write_fp8: keys {tuple(k.shape)} are not [N, {cache.shape[1]}, {HEAD_DIM}] as the cache's"
         )
     run = lookup("norm_rotary_write_fp8", q.device)
-    return run(q, k, v, q_weight, k_weight, eps, table, positions, cache, slots)
+    return run(q, k, v, q_weight, k_weight, eps, table, positions, unit_offset, cache, slots)

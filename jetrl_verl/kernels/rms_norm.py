@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm over the last dimension, with and without a residual sum before it; the QK norm is the same function.
 
-    y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)
+    y = (x * rstd) * w        rstd = 1 / sqrt(mean(x^2) + eps)        with a unit offset: y = (x * rstd) * (1 + w)
 
-FP32 inside, one rounding to BF16 at the end; the residual sum is rounded to BF16 before it is normalized. On a GPU all
-forms are one kernel with compile-time K and tile: one program per row, one order of the sum whatever the batch.
+FP32 inside, 1 + w too, one rounding to BF16 at the end; the residual sum is rounded to BF16 before it is normalized.
+On a GPU all forms are one kernel with compile-time K and tile: one program per row, one order of the sum whatever the
+batch.
 """
 
 import torch
@@ -24,62 +25,46 @@ from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_grou
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.reference.reproducible import grid_bits, on_grid
 
 __all__ = ["add_rms_norm", "add_rms_norm_quantize_1x128", "rms_norm", "rms_norm_quantize_1x128"]
 
 # --- reference: exact sums on the CPU ---------------------------------------------------------------------------------
 
-
-@implements("rms_norm", "reference")
-def reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """y ``[..., K]`` BF16 and rstd ``[...]`` FP32."""
-    k = x.shape[-1]
-    squares = on_grid(x, grid_bits(k)).double().square_()
-    rstd = (squares.sum(dim=-1, keepdim=True) / k).add_(eps).sqrt_().reciprocal_().float()
-    y = x.to(torch.float32, memory_format=torch.contiguous_format).mul_(rstd).mul_(weight.float())
-    return y.to(torch.bfloat16), rstd.squeeze(-1)
+implements("rms_norm", "reference")(reference.rms_norm)
+implements("rms_norm_backward", "reference")(reference.rms_norm_backward)
 
 
 @implements("add_rms_norm", "reference")
 def reference_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """y and ``x + residual``, both BF16."""
     total = (x + residual).contiguous()
-    return reference_rms_norm(total, weight, eps)[0], total
+    return reference.rms_norm(total, weight, eps, unit_offset)[0], total
 
 
 @implements("rms_norm_quantize_1x128", "reference")
 def reference_rms_norm_quantize_1x128(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
     """y, rstd, 1x128 qdata of y."""
-    y, rstd = reference_rms_norm(x, weight, eps)
+    y, rstd = reference.rms_norm(x, weight, eps, unit_offset)
     return y, rstd, reference.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
 
 
 @implements("add_rms_norm_quantize_1x128", "reference")
 def reference_add_rms_norm_quantize_1x128(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+    unit_offset: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """y or None, ``x + residual``, 1x128 qdata of y."""
-    y, total = reference_add_rms_norm(x, residual, weight, eps)
+    y, total = reference_add_rms_norm(x, residual, weight, eps, unit_offset)
     return y if with_normed else None, total, reference.quantize_1x128(y.reshape(-1, y.shape[-1]), rule)
-
-
-@implements("rms_norm_backward", "reference")
-def reference_rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx ``[..., K]`` BF16 and dw ``[K]`` FP32."""
-    rstd = rstd.unsqueeze(-1)
-    normalized = x.float() * rstd
-    dy = dy.float()
-    scaled = dy * weight.float()
-    dx = rstd * (scaled - normalized * (scaled * normalized).mean(dim=-1, keepdim=True))
-    dw = (dy * normalized).reshape(-1, x.shape[-1]).sum(dim=0)
-    return dx.to(x.dtype), dw
 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
@@ -100,7 +85,8 @@ _ROWS_IN_FLIGHT = {"maxnreg": 128}
 def _rms_norm_kernel(
     x_ptr, row_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr, rstd_ptr, qdata_ptr, scales_ptr, eps, rows,
     K: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
-    SLOTS: tl.constexpr, RESIDUAL: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
+    SLOTS: tl.constexpr, RESIDUAL: tl.constexpr, UNIT_OFFSET: tl.constexpr, WITH_Y: tl.constexpr,
+    QUANTIZE: tl.constexpr, POW2: tl.constexpr,
 ):  # fmt: skip
     if QUANTIZE:  # a linear reads it next
         launch_dependents()
@@ -108,6 +94,8 @@ def _rms_norm_kernel(
     column = tl.arange(0, TILE)
     mask = column < K
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)  # loaded before the sum is needed
+    if UNIT_OFFSET:
+        weight += 1.0
     if RESIDUAL:
         residual = tl.load(residual_ptr + row * K + column, mask=mask, other=0.0)
     if SLOTS:  # rows of experts, added as in combine.py
@@ -141,11 +129,13 @@ def _rms_norm_kernel(
 @jit
 def _backward_kernel(
     dy_ptr, x_ptr, weight_ptr, rstd_ptr, dx_ptr, dw_ptr, count, rows_each,
-    K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+    K: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, UNIT_OFFSET: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, TILE)[None, :]
     inside = column < K
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if UNIT_OFFSET:
+        weight += 1.0
     dw = tl.zeros((ROWS, TILE), dtype=tl.float32)
     first = tl.program_id(0) * rows_each
     for start in range(first, tl.minimum(first + rows_each, count), ROWS):
@@ -198,6 +188,7 @@ def launch_rms_norm(
     rule: str | None,
     with_y: bool,
     row: torch.Tensor | None = None,
+    unit_offset: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor, QuantizedTensor | None]:
     """The one launch of all forms: (y or None, ``x + residual`` or ``x``, rstd, qdata of y under ``rule`` or None).
 
@@ -237,6 +228,7 @@ def launch_rms_norm(
             **layout,
             SLOTS=row.shape[1] if row is not None else 0,
             RESIDUAL=residual is not None,
+            UNIT_OFFSET=unit_offset,
             WITH_Y=with_y,
             QUANTIZE=rule is not None,
             POW2=pow2,
@@ -247,42 +239,50 @@ def launch_rms_norm(
 
 
 @implements("rms_norm", "triton")
-def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_rms_norm`."""
-    y, _, rstd, _ = launch_rms_norm(x, None, weight, eps, None, True)
+def triton_rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As ``reference.rms_norm``."""
+    y, _, rstd, _ = launch_rms_norm(x, None, weight, eps, None, True, unit_offset=unit_offset)
     return y, rstd
 
 
 @implements("add_rms_norm", "triton")
 def triton_add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_add_rms_norm`."""
-    y, total, _, _ = launch_rms_norm(x, residual, weight, eps, None, True)
+    y, total, _, _ = launch_rms_norm(x, residual, weight, eps, None, True, unit_offset=unit_offset)
     return y, total
 
 
 @implements("rms_norm_quantize_1x128", "triton")
 def triton_rms_norm_quantize_1x128(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
     """As :func:`reference_rms_norm_quantize_1x128`."""
-    y, _, rstd, quantized = launch_rms_norm(x, None, weight, eps, rule, True)
+    y, _, rstd, quantized = launch_rms_norm(x, None, weight, eps, rule, True, unit_offset=unit_offset)
     return y, rstd, quantized
 
 
 @implements("add_rms_norm_quantize_1x128", "triton")
 def triton_add_rms_norm_quantize_1x128(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+    unit_offset: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """As :func:`reference_add_rms_norm_quantize_1x128`."""
-    y, total, _, quantized = launch_rms_norm(x, residual, weight, eps, rule, with_normed)
+    y, total, _, quantized = launch_rms_norm(x, residual, weight, eps, rule, with_normed, unit_offset=unit_offset)
     return y, total, quantized
 
 
 @implements("rms_norm_backward", "triton")
 def triton_rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` and rstd ``[...]`` FP32."""
     rows, gradients = _aligned_rows(x), _aligned_rows(as_type(dy, torch.bfloat16))
@@ -306,6 +306,7 @@ def triton_rms_norm_backward(
             K=k,
             TILE=tile,
             ROWS=at_once,
+            UNIT_OFFSET=unit_offset,
             num_warps=min(max(tile * at_once // 512, 1), 16),
         )
     return dx if x.ndim == 2 else dx.view(x.shape), partial.sum(dim=0)
@@ -314,33 +315,36 @@ def triton_rms_norm_backward(
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
-def _fake(x, weight, eps):
+def _fake(x, *_):
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 @operator(
-    "rms_norm(Tensor x, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=_fake,
     probe=lambda inputs: rms_norm(inputs.x, inputs.weight, 1e-6),
 )
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """y BF16 and rstd FP32 of x [..., K]."""
     require_shape("rms_norm", "weight", weight, x.shape[-1:])
-    return lookup("rms_norm", x.device)(x, weight, eps)
+    return lookup("rms_norm", x.device)(x, weight, eps, unit_offset)
 
 
 @operator(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
     probe=lambda inputs: add_rms_norm(inputs.x, inputs.residual, inputs.weight, 1e-6),
 )
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``rms_norm`` of ``x + residual``, for inference; the bits of a trainer's BF16 addition and :func:`rms_norm`.
 
     Args:
         x, residual: ``[..., K]`` BF16. weight: ``[K]``.
+        unit_offset: whether the factor of a normalized row is ``1 + weight``.
 
     Returns:
         (normalized, ``x + residual`` rounded to BF16), both ``[..., K]`` BF16.
@@ -351,26 +355,27 @@ def add_rms_norm(
     require_bf16("add_rms_norm", x=x, residual=residual)
     require_shape("add_rms_norm", "weight", weight, x.shape[-1:])
     require_shape("add_rms_norm", "residual", residual, x.shape)
-    return lookup("add_rms_norm", x.device)(x, residual, weight, eps)
+    return lookup("add_rms_norm", x.device)(x, residual, weight, eps, unit_offset)
 
 
 @operator(
-    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule) -> (Tensor, Tensor, Quantized)",
-    fake=lambda x, weight, eps, *_: (*_fake(x, weight, eps), fake_rowwise(x)),
+    "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule, bool unit_offset=False)"
+    " -> (Tensor, Tensor, Quantized)",
+    fake=lambda x, *_: (*_fake(x), fake_rowwise(x)),
     probe=lambda inputs: rms_norm_quantize_1x128(inputs.x, inputs.weight, 1e-6, "fp32"),
 )
 def _rms_norm_quantize(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
     """y, rstd, 1x128 qdata of y."""
     require_shape("rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
-    return lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule)
+    return lookup("rms_norm_quantize_1x128", x.device)(x, weight, eps, rule, unit_offset)
 
 
 @operator(
-    "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed)"
-    " -> (Tensor, Tensor, Quantized)",
-    fake=lambda x, residual, weight, eps, rule, with_normed: (
+    "add_rms_norm_quantize_1x128(Tensor x, Tensor residual, Tensor weight, float eps, str rule, bool with_normed,"
+    " bool unit_offset=False) -> (Tensor, Tensor, Quantized)",
+    fake=lambda x, residual, weight, eps, rule, with_normed, *_: (
         x.new_empty(x.shape if with_normed else 0),
         x.new_empty(x.shape),
         fake_rowwise(x),
@@ -380,25 +385,31 @@ def _rms_norm_quantize(
     ),
 )
 def _add_rms_norm_quantize(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    with_normed: bool,
+    unit_offset: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
     """y (empty without ``with_normed``), the residual sum, 1x128 qdata of y."""
     require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])
     require_shape("add_rms_norm_quantize_1x128", "residual", residual, x.shape)
     run = lookup("add_rms_norm_quantize_1x128", x.device)
-    y, total, quantized = run(x, residual, weight, eps, rule, with_normed)
+    y, total, quantized = run(x, residual, weight, eps, rule, with_normed, unit_offset)
     return y if with_normed else x.new_empty(0), total, quantized
 
 
 @operator(
-    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd) -> (Tensor, Tensor)",
+    "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=lambda dy, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
 )
 def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx BF16 and dw FP32."""
-    return lookup("rms_norm_backward", x.device)(dy, x, weight, rstd)
+    return lookup("rms_norm_backward", x.device)(dy, x, weight, rstd, unit_offset)
 
 
 # --- functions --------------------------------------------------------------------------------------------------------
@@ -406,16 +417,17 @@ def rms_norm_backward(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None):
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None, unit_offset: bool):
         if rule is None:
-            y, rstd = _rms_norm(x, weight, eps)
+            y, rstd = _rms_norm(x, weight, eps, unit_offset)
             results = y
         else:
-            y, rstd, quantized = _rms_norm_quantize(x, weight, eps, rule)
+            y, rstd, quantized = _rms_norm_quantize(x, weight, eps, rule, unit_offset)
             ctx.mark_non_differentiable(*quantized)
             ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
             results = (y, *quantized)
         ctx.save_for_backward(x, rstd)
+        ctx.unit_offset = unit_offset
         keep(ctx, weight)
         return results
 
@@ -423,16 +435,16 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy: torch.Tensor, *_):
         (x, rstd), (weight,) = ctx.saved_tensors, kept(ctx)
-        dx, dw = rms_norm_backward(dy, x, weight, rstd)
-        return dx, as_type(dw, weight.dtype), None, None
+        dx, dw = rms_norm_backward(dy, x, weight, rstd, ctx.unit_offset)
+        return dx, as_type(dw, weight.dtype), None, None, None
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
     """Normalize the rows of ``x``; differentiable in ``x`` and ``weight``.
 
     Args:
         x: ``[..., K]`` BF16; heads ``[N, H, K]`` of a merged projection are read in place. weight: ``[K]``.
-        eps: added to the mean of squares.
+        eps: added to the mean of squares. unit_offset: whether the factor of a normalized row is ``1 + weight``.
 
     Returns:
         ``[..., K]`` BF16, contiguous. A row with Inf or NaN has NaN in it.
@@ -442,16 +454,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     require_bf16("rms_norm", x=x)
     if torch.is_grad_enabled():
-        return _RMSNorm.apply(x, weight, eps, None)
-    return _rms_norm(x, weight, eps)[0]
+        return _RMSNorm.apply(x, weight, eps, None, unit_offset)
+    return _rms_norm(x, weight, eps, unit_offset)[0]
 
 
-def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str) -> QuantizedTensor:
+def rms_norm_quantize_1x128(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, unit_offset: bool = False
+) -> QuantizedTensor:
     """:func:`rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable in ``x`` and ``weight``.
 
     Args:
         x: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``. eps: added to the mean of squares.
-        rule: scale rule, ``"fp32"`` or ``"pow2"``.
+        rule: scale rule, ``"fp32"`` or ``"pow2"``. unit_offset: as of :func:`rms_norm`.
 
     Returns:
         FP8 data ``[M, K]`` E4M3 and scales ``[M, K/128]`` FP32 of the M normalized rows; ``source`` is these rows
@@ -463,22 +477,29 @@ def rms_norm_quantize_1x128(x: torch.Tensor, weight: torch.Tensor, eps: float, r
     require_bf16("rms_norm_quantize_1x128", x=x)
     require_groups("rms_norm_quantize_1x128", x)
     if torch.is_grad_enabled():
-        y, qdata, scales = _RMSNorm.apply(x, weight, eps, rule)
+        y, qdata, scales = _RMSNorm.apply(x, weight, eps, rule, unit_offset)
     else:
-        y, _, quantized = _rms_norm_quantize(x, weight, eps, rule)
+        y, _, quantized = _rms_norm_quantize(x, weight, eps, rule, unit_offset)
         qdata, scales = quantized.qdata, quantized.scales
     return QuantizedTensor(qdata, scales, y)
 
 
 def add_rms_norm_quantize_1x128(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, *, with_normed: bool
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rule: str,
+    *,
+    with_normed: bool,
+    unit_offset: bool = False,
 ) -> tuple[QuantizedTensor, torch.Tensor]:
     """:func:`add_rms_norm` and ``kernels.quantize_1x128`` of its first result, for inference.
 
     Args:
         x, residual: ``[..., K]`` BF16, K a multiple of 128. weight: ``[K]``.
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
-        with_normed: whether to return the normalized rows in BF16 too.
+        with_normed: whether to return the normalized rows in BF16 too. unit_offset: as of :func:`rms_norm`.
 
     Returns:
         (FP8 data ``[M, K]`` and scales ``[M, K/128]`` of the normalized rows, ``source`` these rows ``[..., K]`` BF16
@@ -489,5 +510,5 @@ def add_rms_norm_quantize_1x128(
     """
     require_bf16("add_rms_norm_quantize_1x128", x=x, residual=residual)
     require_groups("add_rms_norm_quantize_1x128", x)
-    y, total, quantized = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed)
+    y, total, quantized = _add_rms_norm_quantize(x, residual, weight, eps, rule, with_normed, unit_offset)
     return QuantizedTensor(quantized.qdata, quantized.scales, y if with_normed else None), total

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding, neox style: one BF16 table of cosines and sines, FP32 arithmetic, one rounding.
 
-    y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        x1, x2: first and second half of a head
+    y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        x1, x2: first and second half of a head's rotated features
 
+The table's width says how many features are rotated, a head's first ones; the others pass through.
 Both sides compute the table on the CPU in float64, in blocks of fixed size, and round it through FP32 to BF16.
 """
 
@@ -31,10 +32,10 @@ _BLOCK = 1024
 """Positions computed at a time."""
 
 
-def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[float]:
-    """``theta^(-2i/d)``; Llama 3.1 stretches the long wavelengths (its published formula)."""
+def _inverse_frequencies(rotary_dim: int, parameters: Mapping[str, Any]) -> list[float]:
+    """``theta^(-2i/d)`` of d rotated features; Llama 3.1 stretches the long wavelengths (its published formula)."""
     theta = float(parameters["rope_theta"])
-    frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+    frequencies = [theta ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)]
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         return frequencies
@@ -51,20 +52,18 @@ def _inverse_frequencies(head_dim: int, parameters: Mapping[str, Any]) -> list[f
     return [stretched(frequency) for frequency in frequencies]
 
 
-def rotary_table(head_dim: int, positions: int, parameters: Mapping[str, Any]) -> torch.Tensor:
-    """Cosines and sines of every position: ``[positions, head_dim]`` BF16 on the CPU, cosines in the first half.
+def rotary_table(rotary_dim: int, positions: int, parameters: Mapping[str, Any]) -> torch.Tensor:
+    """Cosines and sines of every position: ``[positions, rotary_dim]`` BF16 on the CPU, cosines in the first half.
 
     Args:
-        head_dim: head dimension, all of it rotated. positions: number of rows.
-        parameters: ``rope_parameters`` of a Hugging Face configuration.
+        rotary_dim: rotated features of a head. positions: number of rows.
+        parameters: ``rope_parameters`` of a Hugging Face configuration, with one position per token.
 
     Raises:
-        ValueError: a ``rope_type`` that is not supported, or a head that is rotated in part.
+        ValueError: a ``rope_type`` that is not supported.
     """
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("rotary: expected heads that are rotated as a whole, got a partial_rotary_factor")
     with torch.device("cpu"):
-        frequencies = torch.tensor(_inverse_frequencies(head_dim, parameters), dtype=torch.float64)
+        frequencies = torch.tensor(_inverse_frequencies(rotary_dim, parameters), dtype=torch.float64)
         blocks = []
         for start in range(0, positions, _BLOCK):
             angles = torch.arange(start, start + _BLOCK, dtype=torch.float64)[:, None] * frequencies
@@ -87,8 +86,10 @@ def reference_rotary(
         sin = -sin
 
     def rotate(x: torch.Tensor) -> torch.Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+        rotated, rest = x.split([table.shape[1], x.shape[2] - table.shape[1]], dim=-1)
+        first, second = rotated.float().chunk(2, dim=-1)
+        halves = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(torch.bfloat16)
+        return torch.cat([halves, rest], dim=-1)
 
     return rotate(q), rotate(k)
 
@@ -96,16 +97,22 @@ def reference_rotary(
 @jit
 def _rotate(
     x_ptr, y_ptr, token, cos, sin, stride_token, stride_head,
-    HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_TILE: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, REST_TILE: tl.constexpr,
 ):  # fmt: skip
     head, column = tl.arange(0, HEADS_TILE)[:, None], tl.arange(0, HALF)[None, :]
     mask = head < HEADS
     source = x_ptr + token * stride_token + head * stride_head + column
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    target = y_ptr + (token * HEADS + head) * 2 * HALF + column
+    row = y_ptr + (token * HEADS + head) * (2 * HALF + REST)
+    target = row + column
     tl.store(target, (first * cos - second * sin).to(tl.bfloat16), mask=mask)
     tl.store(target + HALF, (second * cos + first * sin).to(tl.bfloat16), mask=mask)
+    if REST:  # features of a head that are not rotated
+        column = tl.arange(0, REST_TILE)[None, :]
+        mask = (head < HEADS) & (column < REST)
+        rest = tl.load(x_ptr + token * stride_token + head * stride_head + 2 * HALF + column, mask=mask)
+        tl.store(row + 2 * HALF + column, rest, mask=mask)
 
 
 @jit(do_not_specialize=["table_rows"])
@@ -113,7 +120,7 @@ def _rotary_kernel(
     q_ptr, k_ptr, table_ptr, positions_ptr, q_out_ptr, k_out_ptr, table_rows,
     stride_q_token, stride_q_head, stride_k_token, stride_k_head,
     Q_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_HEADS: tl.constexpr, K_TILE: tl.constexpr,
-    HALF: tl.constexpr, INVERSE: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, REST_TILE: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -125,16 +132,17 @@ def _rotary_kernel(
     sin = tl.load(angles + HALF, mask=known, other=float("nan")).to(tl.float32)
     if INVERSE:
         sin = -sin
-    _rotate(q_ptr, q_out_ptr, token, cos, sin, stride_q_token, stride_q_head, Q_HEADS, Q_TILE, HALF)
-    _rotate(k_ptr, k_out_ptr, token, cos, sin, stride_k_token, stride_k_head, K_HEADS, K_TILE, HALF)
+    _rotate(q_ptr, q_out_ptr, token, cos, sin, stride_q_token, stride_q_head, Q_HEADS, Q_TILE, HALF, REST, REST_TILE)
+    _rotate(k_ptr, k_out_ptr, token, cos, sin, stride_k_token, stride_k_head, K_HEADS, K_TILE, HALF, REST, REST_TILE)
 
 
 @implements("rotary", "triton")
 def triton_rotary(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_rotary`; ``D / 2`` is a power of two, a position that the table lacks gives NaN."""
-    tokens, _, width = q.shape
+    """As :func:`reference_rotary`; the table's width is a power of two, a position that the table lacks gives NaN."""
+    tokens, width = len(q), table.shape[1]
+    rest = q.shape[2] - width
     q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
     rotated = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     if tokens:
@@ -152,6 +160,8 @@ def triton_rotary(
             K_HEADS=k.shape[1],
             K_TILE=next_power_of_2(k.shape[1]),
             HALF=width // 2,
+            REST=rest,
+            REST_TILE=next_power_of_2(rest) if rest else 1,
             INVERSE=inverse,
         )
     return rotated
@@ -164,10 +174,11 @@ def check_rotary(
     if positions.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"{operation}: positions are {positions.dtype}, expected torch.int64 or torch.int32; cast them")
     tokens, width = len(positions), table.shape[1]
-    if positions.ndim != 1 or any(x.ndim != 3 or len(x) != tokens or x.shape[2] != width for x in (q, k)):
+    fit = all(x.ndim == 3 and len(x) == tokens and x.shape[2] >= width for x in (q, k)) and q.shape[2] == k.shape[2]
+    if positions.ndim != 1 or not fit:
         raise ValueError(
             f"{operation}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit positions {tuple(positions.shape)} and "
-            f"a table of width {width}; pass [N, heads, D], [N] and [P, D]"
+            f"a table of width {width}; pass [N, heads, D], [N] and [P, D] or, to rotate R of D features, [P, R]"
         )
 
 
@@ -210,7 +221,8 @@ def rotary(
 
     Args:
         q: ``[N, Hq, D]`` BF16. k: ``[N, Hk, D]`` BF16. Either may be a part of a wider tensor.
-        table: ``[P, D]`` BF16 of :func:`rotary_table`. positions: ``[N]`` int64 or int32, below P, in any order.
+        table: ``[P, R]`` BF16 of :func:`rotary_table`; features from R on pass through. On a GPU R is a power of two.
+        positions: ``[N]`` int64 or int32, below P, in any order.
 
     Returns:
         (``[N, Hq, D]``, ``[N, Hk, D]``) BF16, contiguous. On a GPU a position that the table lacks gives NaN.

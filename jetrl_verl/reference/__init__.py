@@ -9,6 +9,7 @@
   the end (``gemm.py``).
 * ``experts.py``: which rows a mixture of experts multiplies and in what order it adds them. ``kv_cache.py``: the FP8
   KV cache and its pages. ``int8.py``: the INT8 rollout baselines. ``delta_net.py``: a gated delta net's operations.
+  ``norms.py``: RMSNorm.
 * ``reproducible.py``: CPU arithmetic without dependence on the batch.
 """
 
@@ -47,6 +48,7 @@ from jetrl_verl.reference.kv_cache import (
     read_cache,
     write_cache,
 )
+from jetrl_verl.reference.norms import rms_norm, rms_norm_backward
 from jetrl_verl.reference.quantize import (
     dequantize_1x128,
     dequantize_128x128,

@@ -32,7 +32,7 @@ VLLMS_DELTA_NET, DELTA_NET = "vllm::qwen_gdn_attention_core", "jetrl::delta_net"
 
 @operator(
     "qk_norm_attention(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions,"
-    " Tensor(a!) out, str layer_name) -> ()",
+    " bool unit_offset, Tensor(a!) out, str layer_name) -> ()",
     fake=lambda *_: None,
     backends=None,
 )
@@ -43,6 +43,7 @@ def qk_norm_attention(
     eps: float,
     table: torch.Tensor,
     positions: torch.Tensor,
+    unit_offset: bool,
     out: torch.Tensor,
     layer_name: str,
 ) -> None:
@@ -50,15 +51,15 @@ def qk_norm_attention(
 
     Args:
         qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection. q_weight, k_weight: ``[D]``.
-        eps: of both norms. table: ``[P, D]`` BF16, from ``kernels.rotary_table``.
-        positions: ``[N]`` int64 or int32, below P.
+        eps: of both norms. table: ``[P, R]`` BF16, from ``kernels.rotary_table``.
+        positions: ``[N]`` int64 or int32, below P. unit_offset: of both norms.
         out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
         layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
     _, layer, kv_cache, slots = vllm.get_attention_context(layer_name)
     width, kv_heads = layer.head_size, layer.num_kv_heads
     q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
-    parameters = q_weight, k_weight, eps, table, positions.flatten()
+    parameters = q_weight, k_weight, eps, table, positions.flatten(), unit_offset
     if slots is None:  # vLLM profiles memory, and there is no cache
         q, _ = kernels.norm_rotary(q, k, *parameters)
     else:
@@ -100,7 +101,8 @@ class _SharedHeads:
         qkv, _ = merged(hidden_states)
         out = qkv.new_empty(len(qkv), self.q_size)
         weights, eps = (q_norm.weight, k_norm.weight), q_norm.variance_epsilon
-        qk_norm_attention(qkv, *weights, eps, rotary.cos_sin_cache, positions, out, core.layer_name)
+        unit_offset = q_norm.unit_offset
+        qk_norm_attention(qkv, *weights, eps, rotary.cos_sin_cache, positions, unit_offset, out, core.layer_name)
         return output(out)[0]
 
 

@@ -47,6 +47,8 @@ class _ReadByLinear:
 class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
     """Residual addition and RMSNorm over whole rows, with a weight."""
 
+    unit_offset = False
+
     def check(self) -> None:
         if self.variance_size_override is not None or not self.has_weight:
             refuse("operation_replaced_in_vllm", what="a norm without a weight or over a part of a row")

@@ -91,7 +91,7 @@ def _pages(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
 def _heads(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
     """Queries after QK norm and rotary, and keys and values as read from the cache: ``[N, H + 2 Hkv, D]``."""
     weights = inputs.weight.repeat(2)[: 2 * inputs.q.shape[-1]].chunk(2)
-    others = (*weights, 1e-6, inputs.table, inputs.positions)
+    others = (*weights, 1e-6, inputs.table, inputs.positions, False)
     if rollout:
         pages, slots = _pages(inputs, kv_cache), _places(inputs.q.device).slots
         q = kv_cache.norm_rotary_write((inputs.q, inputs.k, inputs.v, *others), pages, slots)

@@ -63,13 +63,13 @@ def bf16(case: Callable, m: int, k: int, device: str, seed: int = 0) -> torch.Te
 def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
     """Alone and after a residual sum, with and without the BF16 rows."""
     x, residual, weight = bf16(case, m, k, device), bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
-    for added in (None, residual):
+    for added, unit_offset in ((None, False), (residual, False), (residual, True)):
         # The sum comes from the plain kernel: Triton's interpreter truncates where torch, and a GPU, round to BF16.
         summed = x if added is None else triton_kernels.add_rms_norm(x, added, weight, EPS)[1]
-        plain, rstd = triton_kernels.rms_norm(summed, weight, EPS)
+        plain, rstd = triton_kernels.rms_norm(summed, weight, EPS, unit_offset)
         qdata = reference.quantize_1x128(plain.cpu(), rule)
         for with_normed in (True, False):
-            y, total, own_rstd, q = launch_rms_norm(x, added, weight, EPS, rule, with_normed)
+            y, total, own_rstd, q = launch_rms_norm(x, added, weight, EPS, rule, with_normed, unit_offset=unit_offset)
             assert_same_bytes(q, qdata)
             assert_same_bits(own_rstd, rstd)
             if with_normed:
@@ -87,14 +87,15 @@ def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: 
     assert not where.start[1] and (m < 2 or slots < 2 or where.row.flatten().tolist() != list(range(m * slots)))
     y, row = bf16(case, m * slots, k, device), where.row.to(device)
     residual, weight = bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
-    of_norm = residual, weight, EPS
+    of_norm, unit_offset = (residual, weight, EPS), bool(m % 2)
     # Of the plain kernels, as above.
-    normed, total = triton_kernels.add_rms_norm(triton_kernels.combine(y, row), *of_norm)
-    for got, want in zip(triton_kernels.combine_add_rms_norm(y, row, *of_norm), (normed, total), strict=True):
+    normed, total = triton_kernels.add_rms_norm(triton_kernels.combine(y, row), *of_norm, unit_offset)
+    outputs = triton_kernels.combine_add_rms_norm(y, row, *of_norm, unit_offset)
+    for got, want in zip(outputs, (normed, total), strict=True):
         assert_same_bits(got, want)
     qdata = reference.quantize_1x128(normed.cpu(), rule)
     for with_normed in (True, False):
-        call = y, row, *of_norm, rule, with_normed
+        call = y, row, *of_norm, rule, with_normed, unit_offset
         rows, own_total, q = triton_kernels.combine_add_rms_norm_quantize_1x128(*call)
         assert_same_bytes(q, qdata)
         assert_same_bits(own_total, total)

@@ -37,15 +37,16 @@ def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None
     assert ((got.double() - want).abs() <= relative * want.abs() + relative * 2**-6).all()
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("shape", [(128,), (1, 128), (9, 131), (3, 5, 256), (2, 2048), (0, 64)])
-def test_rms_norm(shape):
+def test_rms_norm(shape, unit_offset):
     x, residual, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
-    y, rstd = triton_kernels.rms_norm(x, weight, EPS)
-    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS), BF16_STEP)
+    y, rstd = triton_kernels.rms_norm(x, weight, EPS, unit_offset)
+    assert_close(y, reference.rms_norm(x.double(), weight.double(), EPS, unit_offset), BF16_STEP)
     assert_close(rstd, (x.double().square().mean(-1) + EPS).rsqrt(), FP32_STEPS)
-    y, total = triton_kernels.add_rms_norm(x, residual, weight, EPS)
+    y, total = triton_kernels.add_rms_norm(x, residual, weight, EPS, unit_offset)
     assert_close(total, x.double() + residual.double(), BF16_STEP)
-    assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS), BF16_STEP)
+    assert_close(y, reference.rms_norm(total.double(), weight.double(), EPS, unit_offset), BF16_STEP)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -75,12 +76,13 @@ def test_block_sums(shapes):
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (9, 131), (1203, 128), (3, 5, 256), (2, 4096), (0, 64)])
-def test_gradient_of_rms_norm(shape):
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_gradient_of_rms_norm(shape, unit_offset):
     x, dy, weight = normal(*shape), normal(*shape, seed=1), normal(shape[-1], seed=2)
     exact = [t.double().requires_grad_() for t in (x, weight)]
-    reference.rms_norm(*exact, EPS).backward(dy.double())
+    reference.rms_norm(*exact, EPS, unit_offset).backward(dy.double())
     rstd = (x.float().square().mean(-1) + EPS).rsqrt()
-    dx, dw = triton_kernels.rms_norm_backward(dy, x, weight, rstd)
+    dx, dw = triton_kernels.rms_norm_backward(dy, x, weight, rstd, unit_offset)
     assert_close(dx, exact[0].grad, BF16_STEP)
     assert dw.dtype == torch.float32
     error = (dw - exact[1].grad).abs().max()
@@ -123,39 +125,46 @@ def test_misaligned_heads_are_copied(x):
     assert all(torch.equal(a, b) for a, b in zip(triton_kernels.rms_norm(x, weight, EPS), copied, strict=True))
 
 
-TABLE = kernels.rotary_table(128, 64, {"rope_theta": 1e4})
+TABLES = {width: kernels.rotary_table(width, 64, {"rope_theta": 1e4}) for width in (64, 128)}
+TABLE = TABLES[128]
+HEADS = [(128, 128, False), (64, 64, True), (256, 64, True), (128, 64, False)]
+"""Features of a head, rotated ones, unit offset of its norm."""
 
 
+@pytest.mark.parametrize(("width", "rotated", "_"), HEADS)
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (9, 3, 3), (3, 32, 8), (4, 7, 1), (0, 2, 2)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_rotary_and_back(tokens, heads, kv_heads, dtype):
+def test_rotary_and_back(tokens, heads, kv_heads, dtype, width, rotated, _):
     """Views of a wider tensor and contiguous rows, queries with keys and alone, positions in any order."""
-    positions = torch.randint(0, 64, (tokens,), dtype=dtype)
-    qkv = normal(tokens, heads + 2 * kv_heads, 128)
+    positions, table = torch.randint(0, 64, (tokens,), dtype=dtype), TABLES[rotated]
+    qkv = normal(tokens, heads + 2 * kv_heads, width)
     q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    rotated = triton_kernels.rotary(q, k, TABLE, positions, False)
-    for got, want in zip(rotated, reference.rotary(q.double(), k.double(), TABLE, positions), strict=True):
+    turned = triton_kernels.rotary(q, k, table, positions, False)
+    for got, want in zip(turned, reference.rotary(q.double(), k.double(), table, positions), strict=True):
         assert got.is_contiguous()
         assert_close(got, want, BF16_STEP)
-    back = triton_kernels.rotary(*rotated, TABLE, positions, True)
+    back = triton_kernels.rotary(*turned, table, positions, True)
     for got, want in zip(back, (q, k), strict=True):
         assert tokens == 0 or (got.double() - want.double()).norm() <= 2 * BF16_STEP * want.double().norm()
-    apart = triton_kernels.rotary(q.contiguous(), q, TABLE, positions, False)
-    assert torch.equal(apart[0], rotated[0]) and torch.equal(apart[1], rotated[0])
+    apart = triton_kernels.rotary(q.contiguous(), q, table, positions, False)
+    assert torch.equal(apart[0], turned[0]) and torch.equal(apart[1], turned[0])
 
 
+@pytest.mark.parametrize(("width", "rotated", "unit_offset"), HEADS)
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads"), [(1, 1, 1), (5, 3, 3), (2, 9, 5), (0, 2, 2)])
-def test_norm_rotary_matches_norm_then_rotary(tokens, heads, kv_heads):
-    """Heads of a merged projection, of a contiguous tensor, and some off 16-byte boundaries."""
-    positions = torch.randint(0, 64, (tokens,))
-    weights, rows = (normal(128, seed=2), normal(128, seed=3)), normal(tokens, (heads + 2 * kv_heads) * 128 + 4)
-    merged = rows[:, :-4].unflatten(-1, (-1, 128)), rows[:, 4:].unflatten(-1, (-1, 128))
+def test_norm_rotary_matches_norm_then_rotary(tokens, heads, kv_heads, width, rotated, unit_offset):
+    """Heads of a merged projection, every second one of it, of a contiguous tensor, and some off 16-byte boundaries."""
+    positions, table = torch.randint(0, 64, (tokens,)), TABLES[rotated]
+    weights, rows = (normal(width, seed=2), normal(width, seed=3)), normal(tokens, (heads + 3 * kv_heads) * width + 4)
+    merged = rows[:, :-4].unflatten(-1, (-1, width)), rows[:, 4:].unflatten(-1, (-1, width))
     for qkv in (merged[0].contiguous(), *merged):
-        q, k, _ = qkv.split([heads, kv_heads, kv_heads], dim=1)
-        *got, q_rstd, k_rstd = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
-        (q, q_want), (k, k_want) = (triton_kernels.rms_norm(x, w, EPS) for x, w in zip((q, k), weights, strict=True))
+        q, k, _ = qkv.split([heads, 2 * kv_heads, kv_heads], dim=1)
+        k = k[:, ::2]
+        *got, q_rstd, k_rstd = triton_kernels.norm_rotary(q, k, *weights, EPS, table, positions, unit_offset)
+        q, q_want = triton_kernels.rms_norm(q, weights[0], EPS, unit_offset)
+        k, k_want = triton_kernels.rms_norm(k, weights[1], EPS, unit_offset)
         assert torch.equal(q_rstd, q_want) and torch.equal(k_rstd, k_want)
-        for x, want in zip(got, triton_kernels.rotary(q, k, TABLE, positions, False), strict=True):
+        for x, want in zip(got, triton_kernels.rotary(q, k, table, positions, False), strict=True):
             assert x.is_contiguous() and torch.equal(x, want)
 
 
@@ -435,9 +444,9 @@ WRITES = [(1, 1, 1, 16), (9, 3, 3, 48), (3, 32, 4, 16), (21, 7, 1, 32), (0, 2, 2
 """Tokens, heads of queries, of keys and values, tokens of a page."""
 
 
-def merged_heads(tokens: int, heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
+def merged_heads(tokens: int, heads: int, kv_heads: int, width: int = 128) -> tuple[torch.Tensor, ...]:
     """Queries, keys and values of a merged projection; keys with a zero head, an outlier, an Inf and a NaN."""
-    qkv = normal(tokens, heads + 2 * kv_heads, 128)
+    qkv = normal(tokens, heads + 2 * kv_heads, width)
     q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
         for token, number in enumerate(numbers[:tokens]):
@@ -454,19 +463,23 @@ def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor,
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)
-@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (0, 1, 3, 2, 4)], ids=["NHD", "HND"])
-def test_norm_rotary_write_matches_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order):
+@pytest.mark.parametrize(
+    ("order", "heads_of"),
+    [((0, 1, 2, 3, 4), HEADS[0]), ((0, 1, 3, 2, 4), HEADS[0]), ((0, 1, 3, 2, 4), HEADS[2])],
+    ids=["NHD", "HND", "in part"],
+)
+def test_norm_rotary_write_matches_norm_rotary_and_a_copy(tokens, heads, kv_heads, block_size, order, heads_of):
     """In both of vLLM's layouts; slots without a token keep their contents."""
-    (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads), write_slots(tokens, 4, block_size)
-    weights = normal(128, seed=2), normal(128, seed=3)
-    q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
-    shape = (4, 2, block_size, kv_heads, 128)
+    width, rotated, unit_offset = heads_of
+    (q, k, v), (positions, slots) = merged_heads(tokens, heads, kv_heads, width), write_slots(tokens, 4, block_size)
+    call = q, k, v, normal(width, seed=2), normal(width, seed=3), EPS, TABLES[rotated], positions, unit_offset
+    q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *call[3:])
+    shape = (4, 2, block_size, kv_heads, width)
     want, got = (normal(*(shape[i] for i in order), seed=4).permute(*order) for _ in range(2))
     assert want.shape == shape
     stored = slots >= 0
     for part, x in zip(want.unbind(1), (k_want, v), strict=True):
         part[slots[stored] // block_size, slots[stored] % block_size] = x[: len(slots)][stored]
-    call = q, k, v, *weights, EPS, TABLE, positions
     out = triton_kernels.norm_rotary_write(*call, *got.unbind(1), slots)
     assert out.is_contiguous() and same_bytes(out, q_want)
     assert same_bytes(got.contiguous(), want.contiguous())
@@ -478,7 +491,7 @@ def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(tokens, heads, k
     weights = normal(128, seed=2), normal(128, seed=3)
     q_want, k_want, *_ = triton_kernels.norm_rotary(q, k, *weights, EPS, TABLE, positions)
     got, *caches = (torch.full(cache_shape(4, block_size, kv_heads), 7, dtype=torch.uint8) for _ in range(3))
-    out = triton_kernels.norm_rotary_write_fp8(q, k, v, *weights, EPS, TABLE, positions, got, slots)
+    out = triton_kernels.norm_rotary_write_fp8(q, k, v, *weights, EPS, TABLE, positions, False, got, slots)
     assert out.is_contiguous() and same_bytes(out, q_want)
     for want, backend in zip(caches, ("triton", "reference"), strict=True):
         count = len(slots)

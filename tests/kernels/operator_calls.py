@@ -52,7 +52,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
     slots = whole(*range(TOKENS), dtype=torch.int64)
     kernels.write_kv(key, value, cache, slots)
     of_heads = normal(128), normal(128), 1e-6, normal(64, 128), whole(*range(TOKENS))
-    to_cache = q, key, value, *of_heads
+    to_cache = q, key, value, *of_heads, True
     bf16_cache = normal(2, PAGES, 32, KV_HEADS, 128)
     lengths, table = whole(13, TOKENS), whole(0, 1, 0, 2).view(2, 2)
     pages = normal(PAGES, KV_HEADS, 16, 128)
@@ -101,7 +101,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "combine_of_ranks": (torch.stack([product, product]), few.row),
         "combine_add_rms_norm": (product, few.row, *of_norm, 1e-6),
         "combine_add_rms_norm_quantize_1x128": (product, few.row, *of_norm, 1e-6, "fp32", False),
-        "rms_norm": (*of_norm, 1e-6),
+        "rms_norm": (*of_norm, 1e-6, True),
         "add_rms_norm": (x, *of_norm, 1e-6),
         "rms_norm_quantize_1x128": (*of_norm, 1e-6, "fp32"),
         "add_rms_norm_quantize_1x128": (x, *of_norm, 1e-6, "fp32", False),
@@ -121,7 +121,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "sigmoid_mul": (q, q),
         "sigmoid_mul_quantize": (q, q, "fp32", True),
         "sigmoid_mul_backward": (q.flatten(1), q, q),
-        "norm_rotary": (q, key, *of_heads),
+        "norm_rotary": (q, key, *of_heads, True),
         "norm_rotary_write": (*to_cache, bf16_cache[0], bf16_cache[1], slots),
         "norm_rotary_write_fp8": (*to_cache, cache.clone(), slots),
         "rotary": (q, key, normal(64, 128), whole(*range(TOKENS)), False),

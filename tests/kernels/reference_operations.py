@@ -6,14 +6,15 @@ import torch
 import torch.nn.functional as F
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * (1 + weight if unit_offset else weight)
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> list[torch.Tensor]:
     cos, sin = table[positions].double().unsqueeze(1).chunk(2, -1)
-    halves = (x.chunk(2, -1) for x in (q, k))
-    return [torch.cat([first * cos - second * sin, second * cos + first * sin], -1) for first, second in halves]
+    half = cos.shape[-1]
+    parts = (x.split([half, half, x.shape[-1] - 2 * half], -1) for x in (q, k))
+    return [torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], -1) for x1, x2, rest in parts]
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

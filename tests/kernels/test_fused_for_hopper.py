@@ -96,7 +96,8 @@ def test_kernels_before_a_linear_launch_their_dependents_at_once(name):
     else:
         kernel, constants = _rms_norm_kernel, {"K": 4096, "TILE": 4096, "HEADS": 1, "STRIDE_TOKEN": 4096}
         constants |= {"SLOTS": 8 if name == "experts' rows, residual sum and norm" else 0}
-        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "WITH_Y": False, "QUANTIZE": True, "POW2": False}
+        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "UNIT_OFFSET": False}
+        constants |= {"WITH_Y": False, "QUANTIZE": True, "POW2": False}
     ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=8)
     assert ptx.count("griddepcontrol.launch_dependents") == 1
     assert "griddepcontrol.launch_dependents" not in ptx[ptx.index("ld.global") :]
@@ -134,48 +135,58 @@ def sums_of_squares(
     return [(layout, re.findall(instructions, part)) for layout, part in zip(layouts, before_roots, strict=True)]
 
 
-def test_norm_rotary_sums_squares_as_the_norm(monkeypatch):
+OF_HEADS = {"D": 128, "WIDTH": 128, "UNIT_OFFSET": False}
+
+
+@pytest.mark.parametrize(("width", "rotated", "unit_offset"), [(128, 128, False), (64, 64, False), (256, 64, True)])
+def test_norm_rotary_sums_squares_as_the_norm(monkeypatch, width, rotated, unit_offset):
     """Queries, then keys: the layout, and the arithmetic and shuffles from the squares to the sum."""
 
     def computed(layout: str, names: list[str]) -> tuple[str, list[str]]:
         names = [name for name in names if not name.startswith("ld.")]
-        last = len(names) - names[::-1].index("shfl.sync.bfly")
-        return layout, names[names.index("shfl.sync.bfly") - 4 : last + 1]
+        first, last = names.index("shfl.sync.bfly"), len(names) - names[::-1].index("shfl.sync.bfly")
+        squares = [name for name in names[:first] if name != "add.f32"]  # which is 1 + weight
+        return layout, squares[-width // 32 :] + names[first : last + 1]
 
-    tile, warps = tile_and_warps(128)
-    heads = {"HEADS": 32, "STRIDE_TOKEN": 5120, "STRIDE_HEAD": 128}
+    tile, warps = tile_and_warps(width)
+    heads = {"HEADS": 32, "STRIDE_TOKEN": 5120, "STRIDE_HEAD": width}
     norm = {
-        "K": 128,
+        "K": width,
         "TILE": tile,
         **heads,
         "SLOTS": 0,
         "RESIDUAL": False,
+        "UNIT_OFFSET": unit_offset,
         "WITH_Y": True,
         "QUANTIZE": False,
         "POW2": False,
     }
     (plain,) = sums_of_squares(monkeypatch, _rms_norm_kernel, norm, tile, warps)
-    both = {"Q_HEADS": 32, "K_HEADS": 4, "D": 128, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 128, "K_HEAD": 128}
+    of_heads = {"D": width, "WIDTH": rotated, "UNIT_OFFSET": unit_offset}
+    both = {"Q_HEADS": 32, "K_HEADS": 4, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 512, "K_HEAD": width} | of_heads
     of_program = HEADS_OF_A_PROGRAM
     both["HEADS"] = of_program
     fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, of_program * warps, of_program)
-    assert len(fused) == 2 and len(computed(*plain)[1]) == 4 + 2 * 5
+    assert len(fused) == 2 and len(computed(*plain)[1]) == width // 32 + 2 * 5
     assert [computed(*one) for one in fused] == [computed(*plain)] * 2
-    for fp8, cache in ((False, BF16), (True, QDATA)):
-        constants, types = heads_and_cache(32, 4, fp8), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
+    for fp8, cache in ((False, BF16), (True, QDATA))[: 1 + (width == 128)]:
+        constants, types = heads_and_cache(32, 4, fp8, **of_heads), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
         kernel = _norm_rotary_write_kernel
         written = sums_of_squares(monkeypatch, kernel, constants, tile, of_program * warps, of_program, **types)
         assert [computed(*one) for one in written] == [computed(*plain)] * 2
 
 
-def heads_and_cache(heads: int, kv_heads: int, fp8: bool) -> dict[str, object]:
+def heads_and_cache(heads: int, kv_heads: int, fp8: bool, **of_heads: object) -> dict[str, object]:
     """Constants of a launch that writes the cache: merged projection, pages of 16 tokens."""
-    merged = (heads + 2 * kv_heads) * 128
-    layout = {"PAGE": 2 * 16 * kv_heads * 128, "PLACE": kv_heads * 128, "HEAD": 128}
+    of_heads = OF_HEADS | of_heads
+    width = of_heads["D"]
+    merged = (heads + 2 * kv_heads) * width
+    layout = {"PAGE": 2 * 16 * kv_heads * width, "PLACE": kv_heads * width, "HEAD": width}
     return {
-        **{"Q_HEADS": heads, "Q_TOKEN": merged, "Q_HEAD": 128, "KV_HEADS": kv_heads, "D": 128, "BLOCK_SIZE": 16},
+        **{"Q_HEADS": heads, "Q_TOKEN": merged, "Q_HEAD": width, "KV_HEADS": kv_heads, "BLOCK_SIZE": 16},
+        **of_heads,
         **{f"{x}_TOKEN": merged for x in "KV"},
-        **{f"{x}_HEAD": 128 for x in "KV"},
+        **{f"{x}_HEAD": width for x in "KV"},
         **(dict.fromkeys(layout, 0) if fp8 else layout),
         "FP8": fp8,
         "HEADS": HEADS_OF_A_PROGRAM,
@@ -208,12 +219,19 @@ def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
 
     def sum_of_squares(**changes) -> list[tuple[str, list[str]]]:
         constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-        constants |= {"SLOTS": 0, "RESIDUAL": residual}
+        constants |= {"SLOTS": 0, "RESIDUAL": residual, "UNIT_OFFSET": False}
         constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False} | changes
         return sums_of_squares(monkeypatch, _rms_norm_kernel, constants, tile, warps)[0]
 
     plain = sum_of_squares()
     assert "shfl.sync.bfly" in plain[1]
+
+    def without_additions(layout: str, names: list[str]) -> tuple[str, list[str]]:
+        """Of the residual and of 1 + weight; a thread's squares are added by ``fma``."""
+        first = names.index("shfl.sync.bfly")
+        return layout, [name for name in names[:first] if name != "add.f32"] + names[first:]
+
+    assert without_additions(*sum_of_squares(UNIT_OFFSET=True)) == without_additions(*plain)
     for with_y in (True, False):
         assert sum_of_squares(WITH_Y=with_y, QUANTIZE=True) == plain
     if not residual:
@@ -227,7 +245,7 @@ def norm_after_experts(k: int, slots: int, **changes) -> tuple:
     """Constants of the norm after ``slots`` experts' rows of a token, tile, warps."""
     tile, warps = tile_and_warps(k)
     constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": slots}
-    constants |= {"RESIDUAL": True, "WITH_Y": False, "QUANTIZE": True, "POW2": False} | changes
+    constants |= {"RESIDUAL": True, "UNIT_OFFSET": False, "WITH_Y": False, "QUANTIZE": True, "POW2": False} | changes
     return constants, tile, warps
 
 

@@ -31,32 +31,36 @@ def assert_qdata_of(q: QuantizedTensor, x: torch.Tensor, rule: str, quantize=ref
     assert torch.equal(q.qdata.view(torch.uint8), want.qdata.view(torch.uint8)) and torch.equal(q.scales, want.scales)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("rule", SCALE_RULES)
-def test_norms(rule):
+def test_norms(rule, unit_offset):
     x, residual, weight = normal(*SHAPE), normal(*SHAPE), normal(256)
-    quantized = rms_norm_quantize_1x128(x, weight, EPS, rule)
-    assert torch.equal(quantized.source, kernels.rms_norm(x, weight, EPS))
+    quantized = rms_norm_quantize_1x128(x, weight, EPS, rule, unit_offset)
+    assert torch.equal(quantized.source, kernels.rms_norm(x, weight, EPS, unit_offset))
     assert_qdata_of(quantized, quantized.source, rule)
-    expected, expected_total = kernels.add_rms_norm(x, residual, weight, EPS)
+    expected, expected_total = kernels.add_rms_norm(x, residual, weight, EPS, unit_offset)
+    assert torch.equal(expected, kernels.rms_norm(expected_total, weight, EPS, unit_offset))
     for with_normed in (True, False):
-        quantized, total = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, with_normed=with_normed)
+        named = dict(with_normed=with_normed, unit_offset=unit_offset)
+        quantized, total = add_rms_norm_quantize_1x128(x, residual, weight, EPS, rule, **named)
         assert torch.equal(total, expected_total)
         assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
         assert_qdata_of(quantized, expected, rule)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("slots", [1, 2, 8])
-def test_combine_add_rms_norm(slots, rule):
+def test_combine_add_rms_norm(slots, rule, unit_offset):
     """Experts' rows in any order, of which some belong to no token."""
     y, residual, weight = normal(65 * slots + 9, 256), normal(65, 256), normal(256)
     row = torch.randperm(len(y))[: 65 * slots].view(65, slots).to(torch.int32)
-    expected, expected_total = kernels.add_rms_norm(reference.combine(y, row), residual, weight, EPS)
-    normed, total = kernels.combine_add_rms_norm(y, row, residual, weight, EPS)
+    expected, expected_total = kernels.add_rms_norm(reference.combine(y, row), residual, weight, EPS, unit_offset)
+    normed, total = kernels.combine_add_rms_norm(y, row, residual, weight, EPS, unit_offset)
     assert torch.equal(normed, expected) and torch.equal(total, expected_total)
     for with_normed in (True, False):
-        call = y, row, residual, weight, EPS, rule
-        quantized, total = kernels.combine_add_rms_norm_quantize_1x128(*call, with_normed=with_normed)
+        named = dict(with_normed=with_normed, unit_offset=unit_offset)
+        quantized, total = kernels.combine_add_rms_norm_quantize_1x128(y, row, residual, weight, EPS, rule, **named)
         assert torch.equal(total, expected_total)
         assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
         assert_qdata_of(quantized, expected, rule)
@@ -96,7 +100,11 @@ def test_gradients_are_those_of_the_plain_operations():
     inputs["gate"] = inputs["activation"]
     dy = normal(*SHAPE)
     for name, plain, quantizing in (
-        ("norm", lambda x, w: kernels.rms_norm(x, w, EPS), lambda x, w: rms_norm_quantize_1x128(x, w, EPS, "fp32")),
+        (
+            "norm",
+            lambda x, w: kernels.rms_norm(x, w, EPS, True),
+            lambda x, w: rms_norm_quantize_1x128(x, w, EPS, "fp32", True),
+        ),
         ("activation", kernels.silu_mul, lambda gate, up: silu_mul_quantize_1x128(gate, up, "fp32")),
         ("gate", kernels.sigmoid_mul, lambda x, gate: kernels.sigmoid_mul_quantize(x, gate, "fp32")),
     ):

@@ -48,61 +48,83 @@ def check_gradient(shared, formula, *inputs: torch.Tensor) -> None:
         assert (leaf.grad.double() - exact_leaf.grad).norm() <= ROUNDING * exact_leaf.grad.norm()
 
 
-def test_gradient_of_rms_norm():
+@pytest.mark.parametrize("unit_offset", [False, True])
+def test_gradient_of_rms_norm(unit_offset):
     check_gradient(
-        lambda x, w: kernels.rms_norm(x, w, EPS),
-        lambda x, w: reference.rms_norm(x, w, EPS),
+        lambda x, w: kernels.rms_norm(x, w, EPS, unit_offset),
+        lambda x, w: reference.rms_norm(x, w, EPS, unit_offset),
         normal(5, 7, 256),
         normal(256, seed=1),
     )
 
 
-def test_gradient_of_rotary():
-    table, positions = kernels.rotary_table(128, 64, ROPE), torch.randint(0, 64, (33,))
+def test_a_norm_with_unit_offset_has_the_bits_of_transformers():
+    """In rows whose sum of squares torch rounds to the exact one, which are most."""
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+
+    x, module = normal(512, 256), Qwen3_5RMSNorm(256, EPS).bfloat16()
+    module.weight.data = normal(256, seed=1) * torch.exp2(torch.arange(256).float() / -8).bfloat16()
+    y, rstd = torch.ops.jetrl.rms_norm(x, module.weight.data, EPS, True)
+    same = rstd == (x.float().pow(2).mean(-1) + EPS).rsqrt()
+    assert same.float().mean() > 0.5 and torch.equal(y[same], module(x)[same])
+    assert not torch.equal(y, kernels.rms_norm(x, module.weight.data + 1, EPS))
+
+
+HEADS = [(128, 128, False), (64, 64, False), (256, 64, True)]
+"""Features of a head, rotated ones, unit offset of its norm: of most models, small ones, Qwen3.5."""
+
+
+@pytest.mark.parametrize(("width", "rotated", "_"), HEADS)
+def test_gradient_of_rotary(width, rotated, _):
+    table, positions = kernels.rotary_table(rotated, 64, ROPE), torch.randint(0, 64, (33,))
     check_gradient(
         lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
         lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
-        normal(33, 3, 128),
-        normal(33, 2, 128),
+        normal(33, 3, width),
+        normal(33, 2, width),
     )
 
 
-def test_norm_rotary_equals_norm_then_rotary_with_gradients():
-    table, positions = kernels.rotary_table(128, 64, ROPE), torch.randint(0, 64, (33,))
-    inputs = normal(33, 3, 128), normal(33, 2, 128), normal(128, seed=2), normal(128, seed=3)
+@pytest.mark.parametrize(("width", "rotated", "unit_offset"), HEADS)
+def test_norm_rotary_equals_norm_then_rotary_with_gradients(width, rotated, unit_offset):
+    """Queries are every second part of a wider tensor, as of a gated projection."""
+    table, positions = kernels.rotary_table(rotated, 64, ROPE), torch.randint(0, 64, (33,))
+    inputs = normal(33, 3, 2 * width), normal(33, 2, width), normal(width, seed=2), normal(width, seed=3)
 
     def one_by_one(q, k, q_weight, k_weight):
-        return kernels.rotary(kernels.rms_norm(q, q_weight, EPS), kernels.rms_norm(k, k_weight, EPS), table, positions)
+        q, k = (kernels.rms_norm(x, w, EPS, unit_offset) for x, w in ((q, q_weight), (k, k_weight)))
+        return kernels.rotary(q, k, table, positions)
 
     results, gradients = [], []
-    for function in (one_by_one, lambda *x: kernels.norm_rotary(*x, EPS, table, positions)):
+    for function in (one_by_one, lambda *x: kernels.norm_rotary(*x, EPS, table, positions, unit_offset)):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        y = torch.cat(function(*leaves), dim=1)
+        y = torch.cat(function(leaves[0][..., :width], *leaves[1:]), dim=1)
         y.backward(normal(*y.shape, seed=9))
         with torch.no_grad():
-            assert torch.equal(y, torch.cat(function(*leaves), dim=1))
+            assert torch.equal(y, torch.cat(function(leaves[0][..., :width], *leaves[1:]), dim=1))
         results.append(y)
         gradients.append([x.grad for x in leaves])
     assert torch.equal(*results)
     assert all(torch.equal(actual, desired) for actual, desired in zip(*gradients, strict=True))
-    with pytest.raises(ValueError, match=r"norm_rotary: k_weight has shape \(64,\), expected \(128,\)"):
-        kernels.norm_rotary(*inputs[:3], inputs[3][:64], EPS, table, positions)
+    with pytest.raises(ValueError, match=r"norm_rotary: k_weight has shape \(32,\), expected "):
+        kernels.norm_rotary(inputs[1], *inputs[1:3], inputs[3][:32], EPS, table, positions)
 
 
-def heads_for_a_cache() -> tuple[tuple, torch.Tensor]:
+def heads_for_a_cache(width=128, rotated=128, unit_offset=False) -> tuple[tuple, torch.Tensor]:
     """Operands of seven tokens, and slots of six of them, one of which is not stored."""
-    q, k, v = normal(7, 5, 128).split([3, 1, 1], dim=1)
-    weights, table = (normal(128, seed=2), normal(128, seed=3)), kernels.rotary_table(128, 64, ROPE)
+    q, k, v = normal(7, 5, width).split([3, 1, 1], dim=1)
+    weights, table = (normal(width, seed=2), normal(width, seed=3)), kernels.rotary_table(rotated, 64, ROPE)
     slots = torch.tensor([40, 3, -1, 47, 0, 17])
-    return (q, k, v, *weights, EPS, table, torch.tensor([63, 0, 5, 5, 62, 5, 1])), slots
+    return (q, k, v, *weights, EPS, table, torch.tensor([63, 0, 5, 5, 62, 5, 1]), unit_offset), slots
 
 
-def test_norm_rotary_write_equals_norm_rotary_then_write():
+@pytest.mark.parametrize(("width", "rotated", "unit_offset"), HEADS)
+def test_norm_rotary_write_equals_norm_rotary_then_write(width, rotated, unit_offset):
     """A BF16 cache as in vLLM on the CPU, and an FP8 one; other slots keep their contents."""
-    (q, k, v, *others), slots = heads_for_a_cache()
+    (q, k, v, *others), slots = heads_for_a_cache(width, rotated, unit_offset)
     q_want, k_want = kernels.norm_rotary(q, k, *others)
     stored = slots >= 0
-    pages = normal(3, 1, 16, 256)
+    pages = normal(3, 1, 16, 2 * width)
     keys, values = (part.transpose(1, 2) for part in pages.chunk(2, dim=-1))
     want = keys.flatten(0, 1).clone(), values.flatten(0, 1).clone()
     for cache, x in zip(want, (k_want, v), strict=True):
@@ -110,6 +132,8 @@ def test_norm_rotary_write_equals_norm_rotary_then_write():
     with torch.no_grad():
         assert torch.equal(kernels.norm_rotary_write(q, k, v, *others, keys, values, slots), q_want)
     assert torch.equal(keys.flatten(0, 1), want[0]) and torch.equal(values.flatten(0, 1), want[1])
+    if width != 128:
+        return
     caches = [torch.full(cache_shape(3, 16, 1), 9, dtype=torch.uint8) for _ in range(2)]
     with torch.no_grad():
         kernels.write_kv(k_want, v, caches[0], slots)
@@ -167,6 +191,7 @@ def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():
         (dict(positions=torch.arange(3)), ValueError, r"do not fit positions \(3,\) and a table of width 128"),
         (dict(positions=torch.zeros(2, 1, dtype=torch.int64)), ValueError, r"do not fit positions \(2, 1\)"),
         (dict(k=normal(2, 1, 64)), ValueError, r"k \(2, 1, 64\) do not fit"),
+        (dict(k=normal(2, 1, 256)), ValueError, r"k \(2, 1, 256\) do not fit"),
     ],
 )
 def test_rotary_raises_for_mismatched_operands(change, error, sentence):
@@ -415,8 +440,6 @@ def test_the_rotary_table_matches_hugging_face(parameters):
 def test_unknown_rotary_scaling_raises():
     with pytest.raises(ValueError, match="expected a rope_type of default, llama3, got yarn"):
         kernels.rotary_table(128, 8, {"rope_type": "yarn", "rope_theta": 1e4})
-    with pytest.raises(ValueError, match="partial_rotary_factor"):
-        kernels.rotary_table(128, 8, {"rope_theta": 1e4, "partial_rotary_factor": 0.5})
 
 
 def test_another_head_dimension_raises():

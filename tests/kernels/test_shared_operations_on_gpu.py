@@ -24,19 +24,23 @@ def sequences(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
 
 
-@pytest.mark.parametrize("k", [128, 1536, 4096, 5120])
-def test_norms_do_not_depend_on_the_batch_or_fusion(k):
-    x, residual, weight = normal(4097, k), normal(4097, k, seed=1), normal(k, seed=2)
-    whole = kernels.rms_norm(x, weight, EPS)
-    expected = reference.rms_norm(x.double(), weight.double(), EPS)
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("k", [128, 256, 1536, 4096, 5120])
+def test_norms_do_not_depend_on_the_batch_or_fusion(k, unit_offset):
+    x, residual, of_norm = normal(4097, k), normal(4097, k, seed=1), (normal(k, seed=2), EPS, unit_offset)
+    whole, rstd = torch.ops.jetrl.rms_norm(x, *of_norm)
+    expected = reference.rms_norm(x.double(), of_norm[0].double(), EPS, unit_offset)
     assert (whole.double() - expected).norm() <= BF16_STEP / 2 * expected.norm()
-    y, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    # After the sum of squares every step is rounded by itself, 1 + weight too: no instruction fuses two of them.
+    factor = of_norm[0].float() + 1 if unit_offset else of_norm[0].float()
+    assert torch.equal(whole, (x.float() * rstd[:, None] * factor).bfloat16())
+    y, total = kernels.add_rms_norm(x, residual, *of_norm)
     assert torch.equal(total, x + residual)
-    assert torch.equal(y, kernels.rms_norm(x + residual, weight, EPS))
+    assert torch.equal(y, kernels.rms_norm(x + residual, *of_norm))
     for count in COUNTS:
         rows = torch.randperm(4097, device="cuda")[:count]
-        assert torch.equal(kernels.rms_norm(x[rows], weight, EPS), whole[rows])
-        assert torch.equal(kernels.add_rms_norm(x[rows], residual[rows], weight, EPS)[0], y[rows])
+        assert torch.equal(kernels.rms_norm(x[rows], *of_norm), whole[rows])
+        assert torch.equal(kernels.add_rms_norm(x[rows], residual[rows], *of_norm)[0], y[rows])
 
 
 @pytest.mark.parametrize(("k", "columns"), [(2048, 151936), (4096, 32000), (896, 99)])
@@ -77,9 +81,14 @@ def test_unused_vocabulary_is_masked_in_place_under_autograd():
     assert hidden.grad is not None and weight.grad[33:].abs().max() == 0
 
 
-def test_rotary_and_activation_do_not_depend_on_the_batch():
-    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
-    qkv, both = normal(4097, 48, 128), normal(4097, 2 * 3072)
+OF_HEADS = [(128, 128, False), (64, 64, False), (256, 64, True), (256, 256, False)]
+"""Features of a head, rotated ones, unit offset of its norm: of most models, small ones, Qwen3.5; all of a wide one."""
+
+
+@pytest.mark.parametrize(("width", "rotary_dim", "_"), OF_HEADS)
+def test_rotary_and_activation_do_not_depend_on_the_batch(width, rotary_dim, _):
+    table = kernels.rotary_table(rotary_dim, 8192, {"rope_theta": 1e6}).cuda()
+    qkv, both = normal(4097, 48, width), normal(4097, 2 * 3072)
     positions = torch.arange(4097, device="cuda").flip(0) // 2
     q, k, _ = qkv.split([32, 8, 8], dim=1)
     rotated, active = kernels.rotary(q, k, table, positions), kernels.silu_mul(*both.chunk(2, -1))
@@ -117,47 +126,52 @@ def test_heads_of_a_merged_projection_match_a_copy(heads, kv_heads):
     assert torch.equal(kernels.rms_norm(odd, weight, EPS), kernels.rms_norm(odd.contiguous(), weight, EPS))
 
 
+@pytest.mark.parametrize(("width", "rotary_dim", "unit_offset"), OF_HEADS)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (32, 4), (16, 8), (5, 1)])
-def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads):
-    """In the trainer's layout, contiguous heads, and the rollout's, a merged projection; gradients too."""
-    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
-    weights = normal(128, seed=2), normal(128, seed=3)
+def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads, width, rotary_dim, unit_offset):
+    """In the trainer's layout, contiguous heads, and the rollout's, a merged projection, whose every second head may be
+    a gate; gradients too."""
+    table = kernels.rotary_table(rotary_dim, 8192, {"rope_theta": 1e6}).cuda()
+    weights = normal(width, seed=2), normal(width, seed=3)
     for tokens in (1, 2, 16, 333, 4097):
         positions = torch.arange(tokens, device="cuda").flip(0)
-        qkv = normal(tokens, (heads + 2 * kv_heads) * 128)
-        merged = [x.unflatten(-1, (-1, 128)) for x in qkv.split([heads * 128, kv_heads * 128, kv_heads * 128], -1)][:2]
-        normed = (kernels.rms_norm(x, w, EPS) for x, w in zip(merged, weights, strict=True))
+        q, k, _ = normal(tokens, 2 * heads + 2 * kv_heads, width).split([2 * heads, kv_heads, kv_heads], dim=1)
+        merged = q[:, ::2], k
+        normed = (kernels.rms_norm(x, w, EPS, unit_offset) for x, w in zip(merged, weights, strict=True))
         want = kernels.rotary(*normed, table, positions)
         for heads_of in (merged, [x.contiguous() for x in merged]):
-            for x, y in zip(kernels.norm_rotary(*heads_of, *weights, EPS, table, positions), want, strict=True):
+            rotated = kernels.norm_rotary(*heads_of, *weights, EPS, table, positions, unit_offset)
+            for x, y in zip(rotated, want, strict=True):
                 assert x.is_contiguous() and torch.equal(x, y)
     gradients = []
     for one in (True, False):
         leaves = [x.clone().requires_grad_() for x in (*merged, *weights)]
         q, k, q_weight, k_weight = leaves
         if one:
-            y = torch.cat(kernels.norm_rotary(q, k, q_weight, k_weight, EPS, table, positions), dim=1)
+            y = torch.cat(kernels.norm_rotary(q, k, q_weight, k_weight, EPS, table, positions, unit_offset), dim=1)
         else:
-            normed = kernels.rms_norm(q, q_weight, EPS), kernels.rms_norm(k, k_weight, EPS)
+            normed = (kernels.rms_norm(x, w, EPS, unit_offset) for x, w in ((q, q_weight), (k, k_weight)))
             y = torch.cat(kernels.rotary(*normed, table, positions), dim=1)
         y.backward(normal(*y.shape, seed=9))
         gradients.append([x.grad for x in leaves])
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
 
 
-def heads_for_a_cache(tokens: int, heads: int, kv_heads: int, slots: int) -> tuple[tuple, torch.Tensor]:
+def heads_for_a_cache(
+    tokens: int, heads: int, kv_heads: int, slots: int, width=128, rotary_dim=128, unit_offset=False
+) -> tuple[tuple, torch.Tensor]:
     """A merged projection's heads, the other operands up to the positions, and slots: scattered, some -1, and none for
     the last token, which is padding. Keys and values have zeros, outliers, Inf and NaN."""
-    q, k, v = normal(tokens, heads + 2 * kv_heads, 128).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = normal(tokens, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=1)
     for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
         for token, number in enumerate(numbers[:tokens]):
             x[token, 5:] = number
-    table = kernels.rotary_table(128, 8192, {"rope_theta": 1e6}).cuda()
+    table = kernels.rotary_table(rotary_dim, 8192, {"rope_theta": 1e6}).cuda()
     of_tokens = torch.randperm(slots, device="cuda")[:tokens]
     of_tokens[2::5] = -1
     positions = torch.randint(0, 8192, (tokens,), device="cuda")
-    weights = normal(128, seed=2), normal(128, seed=3)
-    return (q, k, v, *weights, EPS, table, positions), of_tokens[: tokens - (tokens > 2)]
+    weights = normal(width, seed=2), normal(width, seed=3)
+    return (q, k, v, *weights, EPS, table, positions, unit_offset), of_tokens[: tokens - (tokens > 2)]
 
 
 OF_CACHES = [(32, 4), (32, 8), (16, 8), (7, 1), (1, 1)]
@@ -168,17 +182,20 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), OF_CACHES)
-def test_norm_rotary_write_matches_norm_rotary_and_vllms_copy(heads, kv_heads, block_size):
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "of_heads"),
+    [*((*heads, OF_HEADS[0]) for heads in OF_CACHES), (16, 4, OF_HEADS[2]), (14, 2, OF_HEADS[1])],
+)
+def test_norm_rotary_write_matches_norm_rotary_and_vllms_copy(heads, kv_heads, of_heads, block_size):
     """In both of vLLM's layouts of a cache, for any number of tokens; slots without a token keep their contents."""
     from vllm._custom_ops import reshape_and_cache_flash
 
     one = torch.ones((), device="cuda")
     for tokens in (1, 2, 16, 333, 4097):
         pages = -(-tokens // block_size) + 2
-        (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size)
+        (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size, *of_heads)
         q_want, k_want = kernels.norm_rotary(q, k, *others)
-        shape = (pages, 2, block_size, kv_heads, 128)
+        shape = (pages, 2, block_size, kv_heads, of_heads[0])
         for order in ((0, 1, 2, 3, 4), (0, 1, 3, 2, 4)):
             want = normal(*(shape[i] for i in order), seed=4).permute(*order)
             got = want.clone()
@@ -251,8 +268,8 @@ def test_gradients_of_the_others(operation):
     tokens, temperature = torch.arange(33, device="cuda")[:, None], torch.linspace(0.5, 2, 33).cuda()
     shared, formula, inputs = {
         "rms_norm": (
-            lambda x, w: kernels.rms_norm(x, w, EPS),
-            lambda x, w: reference.rms_norm(x, w, EPS),
+            lambda x, w: kernels.rms_norm(x, w, EPS, True),
+            lambda x, w: reference.rms_norm(x, w, EPS, True),
             (normal(33, 256), normal(256)),
         ),
         "silu_mul": (kernels.silu_mul, reference.silu_mul, (normal(33, 131), normal(33, 131, seed=1))),

@@ -48,6 +48,7 @@ def test_a_norm_is_summed_in_one_order_with_and_without_a_residual(k):
         types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "y_ptr", "total_ptr"), BF16)
         types |= {"rstd_ptr": FP32, "scales_ptr": FP32, "qdata_ptr": "*u8", "eps": "fp32"}
         constants = {"K": k, "TILE": k, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "RESIDUAL": with_residual}
+        constants["UNIT_OFFSET"] = False
         constants |= {"SLOTS": 0, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
         warps = min(max(k // 512, 1), 16)
         ptx = ptx_for_hopper(_rms_norm_kernel, types, constants, num_warps=warps)
@@ -78,7 +79,8 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
         (
             _rotary_kernel,
             dict.fromkeys(("q_ptr", "k_ptr", "table_ptr", "q_out_ptr", "k_out_ptr"), BF16) | {"positions_ptr": "*i64"},
-            {"Q_HEADS": 28, "Q_TILE": 32, "K_HEADS": 4, "K_TILE": 4, "HALF": 64, "INVERSE": False},
+            {"Q_HEADS": 28, "Q_TILE": 32, "K_HEADS": 4, "K_TILE": 4, "HALF": 64, "REST": 0, "REST_TILE": 1}
+            | {"INVERSE": False},
         ),
         (
             _norm_rotary_kernel,
@@ -87,7 +89,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             )
             | dict.fromkeys(("q_rstd_ptr", "k_rstd_ptr"), FP32)
             | {"positions_ptr": "*i64", "eps": "fp32"},
-            {"Q_HEADS": 28, "K_HEADS": 4, "D": 128, "HEADS": HEADS_OF_A_PROGRAM}
+            {"Q_HEADS": 28, "K_HEADS": 4, "D": 128, "WIDTH": 128, "UNIT_OFFSET": False, "HEADS": HEADS_OF_A_PROGRAM}
             | dict.fromkeys(("Q_TOKEN", "K_TOKEN"), 4608)
             | dict.fromkeys(("Q_HEAD", "K_HEAD"), 128),
         ),
@@ -95,7 +97,7 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
             _backward_kernel,
             dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "dx_ptr"), BF16)
             | dict.fromkeys(("rstd_ptr", "dw_ptr"), FP32),
-            {"K": 128, "TILE": 128, "ROWS": 16},
+            {"K": 128, "TILE": 128, "ROWS": 16, "UNIT_OFFSET": False},
         ),
         (_silu_mul_kernel, dict.fromkeys(("gate_ptr", "up_ptr", "y_ptr"), BF16), {"TILE": 1024}),
         (

@@ -27,7 +27,7 @@ def merged() -> tuple[torch.Tensor, tuple]:
     """A merged projection and the other operands up to the positions."""
     table = kernels.rotary_table(128, 64, {"rope_theta": 1e4})
     return normal(TOKENS, (HEADS + 2 * KV_HEADS) * 128), (
-        *(normal(128, seed=2), normal(128, seed=3), EPS, table, torch.tensor([9, 0, 63, 1, 1])),
+        *(normal(128, seed=2), normal(128, seed=3), EPS, table, torch.tensor([9, 0, 63, 1, 1]), True),
     )
 
 
@@ -122,11 +122,11 @@ def test_the_compiled_operator_stays_whole_and_mutates_its_output_alone(layer):
 
     def block(qkv, positions):
         out = qkv.new_empty(len(qkv), HEADS * 128)
-        qk_norm.qk_norm_attention(qkv, *parameters[:-1], positions, out, LAYER)
+        qk_norm.qk_norm_attention(qkv, *parameters[:-2], positions, True, out, LAYER)
         return out * 2
 
     with torch.no_grad():
-        output = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)(qkv, parameters[-1])
+        output = torch.compile(block, backend=keep, fullgraph=True, dynamic=True)(qkv, parameters[-2])
     assert torch.equal(output, run(qkv, parameters) * 2)
     (graph,) = graphs
     assert [str(n.target) for n in graph.graph.nodes if "jetrl" in str(n.target)] == ["jetrl.qk_norm_attention"]

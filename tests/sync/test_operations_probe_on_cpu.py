@@ -140,8 +140,8 @@ def faulty_write(fault: str, run):
     """``run`` with a fault; it is called with queries, keys, values, parameters, pages and slots."""
 
     def write(q, k, v, *others):
-        pages, slots = others[5:-1], others[-1]
-        others = (*others[:5], *pages)
+        pages, slots = others[6:-1], others[-1]
+        others = (*others[:6], *pages)
         if fault == "values of two tokens are swapped":
             return run(q, k, swapped(v), *others, slots)
         if fault == "keys are not normed":

@@ -50,6 +50,17 @@ def test_norms(rule, unit_offset):
 
 @pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("rule", SCALE_RULES)
+def test_gated_norm(rule):
+    o, z, weight = normal(65, 2, 128), normal(65, 320)[:, 64:].unflatten(1, (2, 128)), normal(128)
+    expected = kernels.gated_rms_norm(o, z, weight, EPS)
+    for with_normed in (True, False):
+        with torch.set_grad_enabled(with_normed):
+            quantized = kernels.gated_rms_norm_quantize_1x128(o, z, weight, EPS, rule, with_normed=with_normed)
+        assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
+        assert_qdata_of(quantized, expected, rule)
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_combine_add_rms_norm(slots, rule, unit_offset):
     """Experts' rows in any order, of which some belong to no token."""

@@ -318,6 +318,14 @@ def test_results_do_not_depend_on_the_number_of_threads():
             kernels.silu_mul(x, x.flip(-1)),
             kernels.attention(q, k, v, sequences(200, 57), 200, SCALE),
             logits,
+            kernels.gated_delta_rule(
+                kernels.causal_conv1d(x, head[:4].t(), sequences(200, 57)),
+                logits[:, :2],
+                logits[:, 2:4],
+                head[5, :2],
+                head[6, :2],
+                sequences(200, 57),
+            ),
             kernels.log_probs(logits, torch.zeros(257, 1, dtype=torch.int64), torch.ones(257)),
         ]
 
@@ -479,6 +487,9 @@ def test_operands_are_not_broadcast():
         lambda: kernels.rms_norm_quantize_1x128(x, weight[:128], 1e-6, "fp32"),
         lambda: kernels.add_rms_norm_quantize_1x128(x, x[:1], weight, 1e-6, "fp32", with_normed=True),
         lambda: kernels.logits(x[:, :128], x),
+        lambda: kernels.causal_conv1d(x, x.t()[:128], sequences(4)),
+        lambda: kernels.causal_conv1d_update(x, x.t(), x[None], *[sequences(4)] * 3),
+        lambda: kernels.gated_rms_norm(x.unflatten(1, (2, 128)), x[:, None, :128], weight[:128], 1e-6),
         lambda: kernels.log_probs(scores, tokens, torch.ones(1)),
         lambda: kernels.log_probs(scores, tokens[:1], torch.ones(4)),
         lambda: kernels.silu_mul(x, x[:1]),

@@ -4,7 +4,8 @@
 
 verl writes ``override_config.attn_implementation`` into the saved ``config.json``, where a process without this plugin
 cannot resolve our name (train/varlen_attention.py). Its loader of a critic always asks for ``flash_attention_2``;
-without flash-attn PPO then ends with "is not a value head model, please install trl".
+without flash-attn PPO then ends with "is not a value head model, please install trl". A vision tower attends in both
+directions and gets transformers' sdpa.
 """
 
 from typing import Any
@@ -19,6 +20,8 @@ def update_model_config(stock, module_config: Any, override_config_kwargs: dict[
     is_jetrl = override_config_kwargs.get("attn_implementation") == JETRL_ATTENTION
     dropped = ("attn_implementation",) if is_jetrl else ()
     stock(module_config, {key: value for key, value in override_config_kwargs.items() if key not in dropped})
+    if is_jetrl and (tower := getattr(module_config, "vision_config", None)) is not None:
+        tower._attn_implementation = "sdpa"
 
 
 def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:

@@ -30,6 +30,9 @@ def test_only_the_plugins_attention_name_stays_out_of_the_configuration(name, wr
     config = tiny_config("qwen3")
     current(CONFIGURATION)(config, {"attn_implementation": name, "hidden_size": 8, "rope_parameters": {}})
     assert hasattr(config, "attn_implementation") == written and config.hidden_size == 8
+    hybrid = tiny_config("qwen3_5")
+    current(CONFIGURATION)(hybrid, {"attn_implementation": name})
+    assert (hybrid.vision_config._attn_implementation == "sdpa") != written, "its tower attends in both directions"
 
 
 def test_a_critic_gets_the_requested_attention(tmp_path, registered):

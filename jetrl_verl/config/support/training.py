@@ -36,7 +36,7 @@ def _unread(overrides: Any) -> bool:
 
 TRAINING_ROWS: dict[str, Row] = {
     "engine": Row(
-        "Megatron, VeOmni, TorchTitan and other engines",
+        "Megatron, VeOmni, TorchTitan, FSDP-Turbo and other engines",
         "training runs under FSDP",
         {"model_engine": other_than("dp"), f"{ACTOR}.strategy": _FSDP, f"{REF}.strategy": _FSDP},
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
@@ -22,7 +22,7 @@ _OTHERS = ("attn_implementation", "_attn_implementation", "dtype", "torch_dtype"
 
 
 def build(path: str, config: Mapping[str, Any]) -> nn.Module:
-    """A causal language model of transformers' class: modules and shapes, no weights.
+    """A language model of the class of transformers that verl takes: modules and shapes, no weights.
 
     Args:
         path: of the model, for messages. config: its configuration, as the trainer has it.
@@ -34,9 +34,12 @@ def build(path: str, config: Mapping[str, Any]) -> nn.Module:
         built = AutoConfig.for_model(config["model_type"], attn_implementation="eager")
         # As verl does with overrides, so that they are not validated together.
         for name in config.keys() - set(_OTHERS):
-            setattr(built, name, config[name])
+            # A part has what config.json says of it: mappings are not overridden.
+            part = built.sub_configs.get(name)
+            setattr(built, name, config[name] if part is None else part(**config[name]))
+        vision = type(built) in AutoModelForImageTextToText._model_mapping
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(built)
+            return (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(built)
     except Exception as error:  # whatever a class raises about its configuration
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UnsupportedConfiguration(

@@ -276,9 +276,10 @@ def check_bucket(job: "Job", model: ModelFiles) -> None:
     On GPUs verl sends such a tensor from where it lies (CUDA IPC); the stacks of smaller ones fit (sync/wire.py).
     """
     from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import read
 
     plans = job.plans(model.config)
-    sizes = {"the embedding": 2 * model.config["vocab_size"] * plans[family(model.config).q].k}
+    sizes = {"the embedding": 2 * read(model.config, "vocab_size") * plans[family(model.config).q].k}
     for name, plan in plans.items():
         element_bytes = traits_of(plan.format_name).element_bytes if plan.quantized else 2
         sizes[f"{name} of a layer"] = int(plan.experts * plan.n * plan.k * element_bytes)
@@ -293,9 +294,10 @@ def check_bucket(job: "Job", model: ModelFiles) -> None:
 def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> str:
     """Why a quantized KV cache has no kernel for a model; empty where it has."""
     from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import read
 
-    decoder, heads = family(model), model["num_attention_heads"]
-    group = heads // (model.get("num_key_value_heads") or heads)
+    decoder, heads = family(model), read(model, "num_attention_heads")
+    group = heads // read(model, "num_key_value_heads", heads)
     head_dim, most = decoder.head_dim(model), cache.most_query_heads
     for why, met in (
         (f"its heads are of {head_dim}, and a scale is for {cache.head_dim}", head_dim != cache.head_dim),
@@ -317,10 +319,12 @@ def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
 
 def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
     """Refuse a number of ranks over which the model's heads cannot be dealt, as verl's workers would."""
-    heads = model.config["num_attention_heads"]
-    kv_heads = model.config.get("num_key_value_heads") or heads
-    if heads % ranks or (kv_heads % ranks and ranks % kv_heads):
-        why = f"its {heads} heads over {kv_heads} key heads are not divided by that many ranks"
+    from jetrl_verl.models import Family, family, model_types
+
+    # A critic may be of any type.
+    decoder = family(model.config) if model.config["model_type"] in model_types() else Family("")
+    if not decoder.divides_heads(model.config, ranks):
+        why = f"its {decoder.heads_of(model.config)} are not divided by that many ranks"
         what = f"{key}={ranks} with the model {model.path}"
         remedy = f"Set {key} to a divisor of both, or of the heads and a multiple of the key heads"
         refuse("ulysses_of_the_heads", precision=job.options.precision, what=what, why=why, remedy=remedy)
@@ -356,7 +360,9 @@ def check_vocabulary(model: ModelFiles, tokenizer: str | None = None) -> None:
         return
     from transformers import AutoTokenizer
 
-    padding = model.config["vocab_size"] - len(AutoTokenizer.from_pretrained(folder))
+    from jetrl_verl.models.families.base import read
+
+    padding = read(model.config, "vocab_size") - len(AutoTokenizer.from_pretrained(folder))
     if padding > 0:
         refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(padding, model.path))
 

@@ -37,6 +37,8 @@ def check_operations_of(model: nn.Module) -> None:
     decoder = family(model.config)
     named = {decoder.final_norm, decoder.rotary_embedding, decoder.embedding, decoder.head}
     used = {name.rpartition(".")[0] for name, _ in model.named_parameters()}
+    if decoder.tower:
+        used = {name for name in used if not f"{name}.".startswith(f"{decoder.tower}.")}
     for i, (layer, names) in enumerate(decoder.named_layers(model)):
         named |= {f"{decoder.layers}.{i}.{part}" for part in names.parts}
         used |= {f"{decoder.layers}.{i}.{child}" for child, _ in layer.named_children()}
@@ -57,8 +59,10 @@ def check_scaling(weights: Iterable[str], decoder: Family) -> None:
         UnsupportedLayer: a layer lacks one.
     """
     names = set(weights)
-    modules = [module for norm, pieces in decoder.fed_by_norms for module in (norm, *pieces)]
+    modules = [
+        [module for norm, pieces in kind.fed_by_norms for module in (norm, *pieces)] for kind in decoder.distinct_kinds
+    ]
     for layer in sorted({at.layer for at in map(place, names) if at is not None}):
-        for module in modules:
-            if f"{layer}.{module}.weight" not in names:
-                raise UnsupportedLayer(f"{layer} has no {module}", "layer_without_scaling")
+        absent = [next((one for one in kind if f"{layer}.{one}.weight" not in names), "") for kind in modules]
+        if all(absent):
+            raise UnsupportedLayer(f"{layer} has no {absent[0]}", "layer_without_scaling")

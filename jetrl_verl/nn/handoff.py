@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from jetrl_verl.models.families.base import place
+from jetrl_verl.models.families.base import Family
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear, quantize_input
 from jetrl_verl.reference import QuantizedTensor
@@ -35,17 +35,14 @@ def _quantize_output(
     return quantize_input(output, readers[0].format, readers[0].scale_rule)
 
 
-def hand_over(model: nn.Module, fed_by_norms: Sequence[tuple[str, Sequence[str]]]) -> None:
+def hand_over(model: nn.Module, decoder: Family) -> None:
     """Let the norms of every decoder layer quantize their output.
 
     Args:
-        model: with replaced linears, before FSDP wraps it.
-        fed_by_norms: (norm, its readers), names below a decoder layer.
+        model: with replaced linears, before FSDP wraps it. decoder: its family.
     """
-    places = (place(name) for name, _ in model.named_modules())
-    for layer_name in dict.fromkeys(at.layer for at in places if at is not None):
-        layer = model.get_submodule(layer_name)
-        for norm, names in fed_by_norms:
-            readers = [layer.get_submodule(name) for name in names]
+    for layer, names in decoder.named_layers(model):
+        for norm, fed in names.fed_by_norms:
+            readers = [layer.get_submodule(name) for name in fed]
             if accept_quantized(readers):
                 layer.get_submodule(norm).register_forward_hook(partial(_quantize_output, readers=readers))

@@ -51,7 +51,7 @@ def replace_linears(
                 module, number_format, scale_rule=scale_rule, backward=backward or plan.format_name, ranks=ranks
             )
             replaced.append(name)
-    hand_over(model, decoder.fed_by_norms)
+    hand_over(model, decoder)
     return replaced
 
 

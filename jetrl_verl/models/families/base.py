@@ -279,6 +279,11 @@ class Family:
         absent = dict.fromkeys(("q", "k", "v", "o", "q_norm", "k_norm", "qkv", "rotary", "core"), "")
         return replace(self, attention=self.delta_net.block, gated=False, **absent)
 
+    @property
+    def distinct_kinds(self) -> tuple["Family", ...]:
+        """Names of each kind of layer."""
+        return (self,) if self.delta_net is None else (self.full_layer, self.linear_layer)
+
     def kinds(self, config: Any) -> tuple["Family", ...]:
         """Names of each decoder layer of a configuration, in order."""
         if self.delta_net is None:
@@ -390,7 +395,13 @@ class Family:
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """(norm, the projections that are its only readers), for norms that are stock, and for invariant scaling."""
-        return tuple((at.source, at.readers) for at in self.handoffs if at.source in self.norms and not at.routed)
+        fed: dict[str, tuple[str, ...]] = {}
+        for at in self.handoffs:
+            if at.source == self.input_norm or (at.source == self.post_norm and not at.routed):
+                fed[at.source] = (*fed.get(at.source, ()), *at.readers)
+        if self.delta_net is not None:
+            fed[self.input_norm] += (self.delta_net.b, self.delta_net.a)
+        return tuple(fed.items())
 
     def named_layers(self, model: Any) -> Iterator[tuple[Any, "Family"]]:
         """(Decoder layer, names of its modules) of a model of either side."""

@@ -30,6 +30,13 @@ VLLMS_ATTENTION, ATTENTION = "vllm::unified_attention_with_output", "jetrl::qk_n
 VLLMS_DELTA_NET, DELTA_NET = "vllm::qwen_gdn_attention_core", "jetrl::delta_net"
 
 
+def heads_of(qkv: torch.Tensor, layer: vllm.Attention) -> tuple[torch.Tensor, ...]:
+    """Queries ``[N, Hq, D]``, keys and values ``[N, Hk, D]`` in a merged projection; a query's gate follows it."""
+    width, kv_heads = layer.head_size, layer.num_kv_heads
+    q, k, v = qkv.unflatten(-1, (-1, width)).tensor_split([-2 * kv_heads, -kv_heads], dim=1)
+    return q.unflatten(1, (layer.num_heads, -1))[:, :, 0], k, v
+
+
 @operator(
     "qk_norm_attention(Tensor qkv, Tensor q_weight, Tensor k_weight, float eps, Tensor table, Tensor positions,"
     " bool unit_offset, Tensor(a!) out, str layer_name) -> ()",
@@ -50,22 +57,21 @@ def qk_norm_attention(
     """QK norm, rotary, the write into the KV cache, and attention, of one layer in the forward that vLLM is running.
 
     Args:
-        qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection. q_weight, k_weight: ``[D]``.
-        eps: of both norms. table: ``[P, R]`` BF16, from ``kernels.rotary_table``.
-        positions: ``[N]`` int64 or int32, below P. unit_offset: of both norms.
+        qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection; with gates ``[N, (2 Hq + 2 Hk) D]``.
+        q_weight, k_weight: ``[D]``. eps, unit_offset: of both norms.
+        table: ``[P, R]`` BF16, from ``kernels.rotary_table``. positions: ``[N]`` int64 or int32, below P.
         out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
         layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
     _, layer, kv_cache, slots = vllm.get_attention_context(layer_name)
-    width, kv_heads = layer.head_size, layer.num_kv_heads
-    q, k, v = qkv.unflatten(-1, (-1, width)).split([layer.num_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = heads_of(qkv, layer)
     parameters = q_weight, k_weight, eps, table, positions.flatten(), unit_offset
     if slots is None:  # vLLM profiles memory, and there is no cache
         q, _ = kernels.norm_rotary(q, k, *parameters)
     else:
         q = layer.impl.norm_rotary_write((q, k, v, *parameters), kv_cache, slots)
     # Keys and values are read from the cache alone.
-    vllm.unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, width)), layer_name)
+    vllm.unified_attention_with_output(q, None, None, out.unflatten(-1, (-1, layer.head_size)), layer_name)
 
 
 def split_at_attention(config: vllm.CompilationConfig) -> None:
@@ -75,7 +81,7 @@ def split_at_attention(config: vllm.CompilationConfig) -> None:
             config.splitting_ops.append(shared)
 
 
-class _SharedHeads:
+class SharedHeads:
     """Mixin of vLLM's attention blocks with a QK norm.
 
     Attributes:
@@ -96,19 +102,27 @@ class _SharedHeads:
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         merged, q_norm, k_norm, rotary, core, output = self._parts()
-        if self.one_by_one:
-            return super().forward(positions, hidden_states)
         qkv, _ = merged(hidden_states)
-        out = qkv.new_empty(len(qkv), self.q_size)
-        weights, eps = (q_norm.weight, k_norm.weight), q_norm.variance_epsilon
-        unit_offset = q_norm.unit_offset
-        qk_norm_attention(qkv, *weights, eps, rotary.cos_sin_cache, positions, unit_offset, out, core.layer_name)
-        return output(out)[0]
+        if positions.ndim == 2:
+            positions = positions[0]  # of text, where the rows of mRoPE are equal
+        if self.one_by_one:
+            q, k, v = heads_of(qkv, core)
+            out = core(*rotary(positions, q_norm(q).flatten(1), k_norm(k).flatten(1)), v.flatten(1))
+        else:
+            out = qkv.new_empty(len(qkv), self.q_size)
+            norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
+            where = rotary.cos_sin_cache, positions, q_norm.unit_offset
+            qk_norm_attention(qkv, *norms, *where, out, core.layer_name)
+        return output(self.before_output(out, qkv))[0]
+
+    def before_output(self, out: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor | QuantizedTensor:
+        """What the output projection reads, of the attention's output ``[N, Hq D]`` and the merged projection."""
+        return out
 
 
-class SharedQwen3Attention(_SharedHeads, vllm.Qwen3Attention):
+class SharedQwen3Attention(SharedHeads, vllm.Qwen3Attention):
     """Qwen3."""
 
 
-class SharedQwen3MoeAttention(_SharedHeads, vllm.Qwen3MoeAttention):
+class SharedQwen3MoeAttention(SharedHeads, vllm.Qwen3MoeAttention):
     """Qwen3's mixtures of experts."""

@@ -17,13 +17,13 @@ import torch
 from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
-from jetrl_verl.formats.format import Format
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import leaf
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, share_experts
+from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 
@@ -31,20 +31,7 @@ _MODEL = "the model of this engine"
 """The model, in a message about a layer of it."""
 
 
-class _ReadByLinear:
-    """Mixin of vLLM classes whose result may be read by one quantized linear layer alone.
-
-    Attributes:
-        reader_format: of that layer; None if there is none, and the result is a BF16 tensor. reader_rule: its rule.
-        keeps_rows: whether the BF16 rows go along with the qdata, for a mixture's router or ``jetrl diff``.
-    """
-
-    reader_format: Format | None = None
-    reader_rule: str | None = None
-    keeps_rows = False
-
-
-class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
+class SharedRMSNorm(ReadByLinear, vllm.RMSNorm):
     """Residual addition and RMSNorm over whole rows, with a weight."""
 
     unit_offset = False
@@ -69,7 +56,7 @@ class SharedRMSNorm(_ReadByLinear, vllm.RMSNorm):
         return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
 
 
-class SharedRMSNormGated(_ReadByLinear, vllm.RMSNormGated):
+class SharedRMSNormGated(ReadByLinear, vllm.RMSNormGated):
     """RMSNorm of each head of a delta net, times ``silu(z)``."""
 
     def check(self) -> None:
@@ -83,7 +70,7 @@ class SharedRMSNormGated(_ReadByLinear, vllm.RMSNormGated):
         return self.reader_format.gated_rms_norm(x, z, self.weight, self.eps, self.reader_rule)
 
 
-class SharedSiluAndMul(_ReadByLinear, vllm.SiluAndMul):
+class SharedSiluAndMul(ReadByLinear, vllm.SiluAndMul):
     """``silu(gate) * up`` of ``[M, 2 N]``."""
 
     def check(self) -> None:
@@ -172,10 +159,10 @@ def _share(module: torch.nn.Module, classes: Mapping[type, type] = _SHARED) -> N
 
 
 def _hybrid_classes() -> dict[type, type]:
-    # The module imports classes of vLLM that touch the GPU, which a loaded hybrid has done already.
-    from jetrl_verl.rollout.delta_net import SHARED
+    # The modules import classes of vLLM that touch the GPU, which a loaded hybrid has done already.
+    from jetrl_verl.rollout import delta_net, gated_attention
 
-    return SHARED
+    return delta_net.SHARED | gated_attention.SHARED
 
 
 def _own_rotary(stock: vllm.RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> vllm.RotaryEmbeddingBase:
@@ -221,7 +208,7 @@ def share_operations(
         if names.q_norm:
             parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
             part(names.attention).parts = tuple(map(leaf, parts))
-            _share(part(names.attention))
+            _share(part(names.attention), classes)
         if decoder.delta_net is not None:
             _share(layer, classes)
         if names.delta_net is not None:
@@ -230,7 +217,7 @@ def share_operations(
             share_experts(part(names.experts.block), ordered)
         for handoff in names.handoffs:
             source, reader = part(handoff.source), part(handoff.vllm_reader)
-            if not isinstance(source, _ReadByLinear):
+            if not isinstance(source, ReadByLinear):
                 refuse("operation_replaced_in_vllm", what=f"the layer {type(source).__name__}")
             method = reader.method if isinstance(reader, SharedMixture) else getattr(reader, "quant_method", None)
             if isinstance(method, JetLinearMethod | JetExpertsMethod) and method.format.accepts_quantized:

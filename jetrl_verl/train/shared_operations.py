@@ -128,6 +128,9 @@ def _attention_forward(
     q, k, v = project(
         hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)], self.head_dim
     )
+    gate = None
+    if family.gated:  # a query's head is followed by its gate
+        q, gate = q.unflatten(1, (-1, 2)).unbind(2)
     if family.q_norm:
         q_norm, k_norm = getattr(self, leaf(family.q_norm)), getattr(self, leaf(family.k_norm))
         eps = q_norm.variance_epsilon
@@ -142,7 +145,14 @@ def _attention_forward(
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
         real = self.core(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
-    return getattr(self, leaf(family.o))(out.reshape(*hidden_states.shape[:-1], -1)), None
+    output, shape = getattr(self, leaf(family.o)), hidden_states.shape[:-1]
+    if gate is None:
+        return output(out.reshape(*shape, -1)), None
+    if accept_quantized((output,)):
+        out = output.format.sigmoid_mul(out, gate, output.scale_rule)
+    else:
+        out = kernels.sigmoid_mul(out, gate)
+    return output(out).view(*shape, -1), None
 
 
 @dataclass

@@ -118,10 +118,10 @@ class Linear:
 
 
 class Handoff(NamedTuple):
-    """A norm or activation whose result is quantized in its own kernel, for the FP8 layers that read it.
+    """A norm, activation or gate whose result is quantized in its own kernel, for the FP8 layers that read it.
 
     Attributes:
-        source: the norm, same name on both sides, or vLLM's activation.
+        source: the norm or the gated attention, same name on both sides, or vLLM's activation.
         readers: the trainer's modules. vllm_reader: vLLM's module.
         routed: a BF16 layer, such as a router, reads the rows as well, so they go along.
     """
@@ -382,6 +382,8 @@ class Family:
         first: tuple[Handoff, ...] = ()
         if self.q:
             first += (Handoff(self.input_norm, (self.q, self.k, self.v), self.qkv),)
+        if self.gated:
+            first += (Handoff(self.attention, (self.o,), self.o),)
         if (delta := self.delta_net) is not None:
             first += (
                 Handoff(self.input_norm, (delta.qkv, delta.z), delta.qkvz, routed=True),

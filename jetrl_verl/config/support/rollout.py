@@ -7,7 +7,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 
-from .row import NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, other_than
+from .row import FALSE, NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, other_than
 from .scopes import (
     ACTOR,
     CORRECTION,
@@ -104,6 +104,19 @@ ROLLOUT_ROWS: dict[str, Row] = {
         "vLLM's own quantized KV cache",
         "keys and values are BF16, or as jetrl.kv_cache says",
         {f"{VLLM}.kv_cache_dtype": other_than("auto", "bfloat16")},
+    ),
+    "delta_net_states": Row(
+        "states of delta nets in other types",
+        "the trainer's are FP32, and inputs of its convolution BF16",
+        {
+            f"{VLLM}.mamba_ssm_cache_dtype": other_than("float32", "auto"),
+            f"{VLLM}.mamba_cache_dtype": other_than("auto", "bfloat16"),
+        },
+    ),
+    "vision_tower": Row(
+        "images and videos in the rollout",
+        "the trainer sends the weights of the text's decoder alone",
+        {f"{VLLM}.language_model_only": FALSE},
     ),
     "fusions_of_reductions": Row(
         "vLLM's fusions of the sums over ranks",

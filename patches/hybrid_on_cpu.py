@@ -1,11 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.24 lacks two things of hybrid models on the CPU: copies of recurrent states, and zeroed pages.
+"""vLLM 0.24 lacks three things of hybrids on the CPU: copies of states, zeroed pages, prefix caching next to AMX.
 
 States, keys and values share one pool of pages.
 """
 
 import ctypes
+import os
 from typing import Any
 
 import torch
@@ -49,4 +50,22 @@ CLEAN_PAGES = Patch(
     until="vLLM 0.24 is not supported",
     needed=True,
 )
-PATCHES = (COPY_STATES, CLEAN_PAGES)
+
+
+def get_num_layers_by_block_type(stock, self: Any, parallel_config: Any, block_type: str = "attention") -> int:
+    # Asked by vLLM's CPU platform alone, before it turns off prefix caching and chunked prefill.
+    if os.environ.get("VERL_PLATFORM") == "cpu" and block_type == "linear_attention":
+        return 0
+    return stock(self, parallel_config, block_type)
+
+
+KEEP_PREFIX_CACHING = Patch(
+    replaces="vllm.config.model:ModelConfig.get_num_layers_by_block_type",
+    sha256={"0.24.0": "29f74daee147286dc428b25f943c2039b1c4d39a7204091f42946a81b192de32"},
+    by=get_num_layers_by_block_type,
+    symptom="an engine of a hybrid with prefix caching does not start on a processor with AMX",
+    upstream="vLLM 0.29 allows both",
+    until="vLLM 0.24 is not supported",
+    needed=True,
+)
+PATCHES = (COPY_STATES, CLEAN_PAGES, KEEP_PREFIX_CACHING)

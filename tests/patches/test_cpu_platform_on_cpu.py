@@ -178,14 +178,17 @@ def test_engine_processes_fork_only_on_the_cpu_platform(monkeypatch, platform, m
 
 
 @pytest.mark.skipif(not hybrid_on_cpu.COPY_STATES.applies, reason="of vLLM 0.24")
-def test_states_of_a_hybrid_are_copied_and_new_pages_are_zero_on_the_cpu():
+def test_vllm_0_24_runs_hybrids_on_the_cpu_as_0_29_does(monkeypatch):
     from types import SimpleNamespace
 
+    from vllm.config.model import ModelConfig
     from vllm.v1.worker import mamba_utils
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     for patch in hybrid_on_cpu.PATCHES:
         patch.apply()
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
+    assert ModelConfig.__new__(ModelConfig).get_num_layers_by_block_type(None, "linear_attention") == 0
     states = torch.arange(12.0).view(4, 3)
     addresses = (torch.tensor([states[i].data_ptr() for i in rows], dtype=torch.uint64) for rows in ((0, 1), (2, 3)))
     mamba_utils.batch_memcpy(*addresses, torch.tensor([12, 8], dtype=torch.int32))

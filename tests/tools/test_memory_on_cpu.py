@@ -48,7 +48,8 @@ def jetrl_memory(*words: str) -> tuple[int, str]:
     ("model", "billions"),
     [("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
      ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.6), ("qwen2.5-32b", 32.8),
-     ("llama-3.1-8b", 8.03), ("deepseek-r1-distill-qwen-1.5b", 1.78)],
+     ("llama-3.1-8b", 8.03), ("deepseek-r1-distill-qwen-1.5b", 1.78), ("qwen3.5-0.8b", 0.75), ("qwen3.5-2b", 1.88),
+     ("qwen3.5-4b", 4.2), ("qwen3.5-9b", 8.95), ("qwen3.5-27b", 26.9)],
 )  # fmt: skip
 def test_known_models_have_the_published_number_of_parameters(model, billions):
     assert model_of(model, KNOWN[model]).parameters / 1e9 == pytest.approx(billions, rel=0.01)
@@ -70,6 +71,17 @@ def test_parameters_and_keys_and_values_of_an_8b_model():
     assert (EIGHT.layer, EIGHT.quantized, EIGHT.head) == (LAYER, 36 * LAYER, HEAD)
     assert EIGHT.parameters == 36 * LAYER + 2 * HEAD
     assert EIGHT.kv_bytes() == 2 * 36 * 8 * 128 * 2 and EIGHT.kv_bytes("fp8") == 2 * 36 * 8 * (128 + 1)
+
+
+def test_states_and_keys_and_values_of_a_hybrid():
+    """24 of 32 layers have states, FP32 of 32 heads of 128 x 128 and 3 BF16 inputs; 8 have keys and values."""
+    nine = model_of("qwen3.5-9b", KNOWN["qwen3.5-9b"])
+    assert nine.state_bytes == 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) and nine.kv_bytes() == 2 * 8 * 4 * 256 * 2
+    mlp = 3 * 4096 * 12288
+    full, linear = 4096 * (8192 + 2 * 1024 + 4096), 4096 * (8192 + 4096 + 4096)
+    assert nine.quantized == 8 * full + 24 * linear + 32 * mlp
+    assert nine.layer == linear + mlp + 4096 * 64 + 4 * 8192, "with b, a and the convolution"
+    assert nine.mixing == 2 * 8192 + 3 * 4096, "of a delta net"
 
 
 def test_terms_of_an_update_over_eight_gpus():

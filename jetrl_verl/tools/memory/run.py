@@ -70,8 +70,12 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
         for precision in PRECISIONS
         if _runs(precision.name, model, stock, REFUSED in effects)
     }
+    # A request's states count with its tokens, all sequences at their longest.
+    states = model.state_bytes / longest_of(get)
     tokens = {
-        name: phases["rollout"]["KV cache"] * tp / model.kv_bytes(UNQUANTIZED if name == "bf16" else kv_cache)
+        name: phases["rollout"]["KV cache"]
+        * tp
+        / (states + model.kv_bytes(UNQUANTIZED if name == "bf16" else kv_cache))
         for name, phases in columns.items()
     }
 
@@ -81,6 +85,7 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     say(
         f"{name}: {model.parameters / 1e9:.2f}B parameters, {gpus} GPUs of {gib:g} GiB, rollout TP {tp}, "
         f"micro-batches of {micro_batches(get)[0]:.0f} tokens"
+        + (f", states of {model.state_bytes / 2**20:.0f} MiB a request" if model.state_bytes else "")
     )
     console.print(table_of(columns, tokens))
     for sentence in problems(columns, tokens, gib, longest_of(get)) or ["Every precision fits."]:

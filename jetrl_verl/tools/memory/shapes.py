@@ -15,6 +15,8 @@ from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
 
+BF16, FP32 = 2, 4  # bytes
+
 _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
@@ -41,18 +43,41 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 """Name -> the fields of its configuration that memory depends on."""
 
+_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+_DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+KNOWN |= {
+    name: {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": sizes[-1],
+        "text_config": dict(zip(_FIELDS, ("qwen3_5_text", *sizes), strict=True))
+        | {"head_dim": 256, "hidden_act": "silu", "rope_parameters": _ROPE}
+        | {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
+        | _DELTA_HEADS,
+    }
+    for name, value_heads, *sizes in (
+        ("qwen3.5-0.8b", 16, 24, 1024, 3584, 8, 2, 248320, True),
+        ("qwen3.5-2b", 16, 24, 2048, 6144, 8, 2, 248320, True),
+        ("qwen3.5-4b", 32, 32, 2560, 9216, 16, 4, 248320, True),
+        ("qwen3.5-9b", 32, 32, 4096, 12288, 16, 4, 248320, False),
+        ("qwen3.5-27b", 48, 64, 5120, 17408, 24, 4, 248320, False),
+    )
+}
+
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder.
+    """Sizes of a decoder; a vision tower is not counted.
 
     Attributes:
         inner: width of the MLP; of a mixture, of all experts of a token together.
-        queries, keys: features of all query heads, and of all key heads.
-        layer: parameters of the linears of one decoder layer.
+        mixing: features that the first half of a layer has between its projections, of the kind with most.
+        keys: features of all key heads. caching: layers with keys and values.
+        layer, linears: parameters of the linears of the largest decoder layer, and of all.
         quantized: parameters, of all layers, that a quantized precision quantizes.
         tied: whether lm_head is the embedding.
         experts, experts_per_token: of a mixture; 0 of a dense model.
+        state_bytes: a request's states of delta nets, whatever its length: FP32, and three BF16 inputs of the
+            convolution.
     """
 
     name: str
@@ -61,13 +86,16 @@ class Model:
     hidden: int
     inner: int
     vocabulary: int
-    queries: int
+    mixing: int
     keys: int
+    caching: int
     layer: int
+    linears: int
     quantized: int
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
+    state_bytes: int = 0
 
     @property
     def head(self) -> int:
@@ -76,12 +104,12 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """All parameters but norms and biases: ``layers * layer + V H``, and ``V H`` again unless tied."""
-        return self.layers * self.layer + self.head * (1 if self.tied else 2)
+        """All parameters but norms and biases: ``linears + V H``, and ``V H`` again unless tied."""
+        return self.linears + self.head * (1 if self.tied else 2)
 
     def kv_bytes(self, kv_cache: str = UNQUANTIZED) -> int:
         """Bytes of keys and values of one token, with their scales; ``kv_cache`` is a value of ``jetrl.kv_cache``."""
-        return 2 * self.layers * cache_traits(kv_cache).head_bytes(self.keys)
+        return 2 * self.caching * cache_traits(kv_cache).head_bytes(self.keys)
 
 
 def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
@@ -99,12 +127,27 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     hidden = shapes[decoder.q].k
     experts = 0 if mixture is None else mixture.number(config)
     per_token = 0 if mixture is None else read(config, mixture.per_token)
-    layer, quantized = experts * hidden, 0  # the router
-    for linear in decoder.linears:
-        for piece in linear.pieces:
-            count = shapes[piece].n * shapes[piece].k * (experts if linear.experts else 1)
-            layer += count
-            quantized += count if piece in fits else 0
+    kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
+    layer = linears = quantized = 0
+    for kind in decoder.distinct_kinds:
+        counts = {
+            piece: shapes[piece].n * shapes[piece].k * (experts if linear.experts else 1)
+            for linear in kind.linears
+            for piece in linear.pieces
+        }
+        parameters, number = experts * hidden + sum(counts.values()), kinds.count(kind)  # experts * hidden: the router
+        between = 0
+        if kind.q:  # projected, and what attention and a gate make of it
+            between = shapes[kind.q].n + 2 * shapes[kind.k].n + shapes[kind.o].k * (2 if kind.gated else 1)
+        if (delta := kind.delta_net) is not None:
+            (_, values), mixed = delta.features(config), shapes[delta.qkv].n
+            width = read(config, delta.width)
+            parameters += width * mixed
+            between = 2 * mixed + 3 * values
+            state_bytes = number * (FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed)
+        layer, mixing = max(layer, parameters), max(mixing, between)
+        linears += number * parameters
+        quantized += number * sum(count for piece, count in counts.items() if piece in fits)
     return Model(
         name,
         config,
@@ -112,13 +155,16 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         hidden,
         shapes[decoder.down].k if mixture is None else per_token * shapes[mixture.down].k,
         read(config, "vocab_size"),
-        shapes[decoder.q].n,
+        mixing,
         shapes[decoder.k].n,
+        sum(bool(kind.q) for kind in kinds),
         layer,
-        read(config, "num_hidden_layers") * quantized,
+        linears,
+        quantized,
         bool(read(config, "tie_word_embeddings", False)),
         experts,
         per_token,
+        state_bytes,
     )
 
 

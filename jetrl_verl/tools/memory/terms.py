@@ -11,10 +11,9 @@ from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
 from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
 from jetrl_verl.inputs import UserError
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
-from jetrl_verl.tools.memory.shapes import Model
+from jetrl_verl.tools.memory.shapes import BF16, FP32, Model
 
 GIB = 2**30
-BF16, FP32 = 2, 4  # bytes
 
 CONTEXTS = 3.7 * GIB
 """CUDA contexts of trainer and rollout, NCCL, CUDA graphs: memory in use less what is counted, of 8B at TP 4."""
@@ -74,9 +73,9 @@ def old_log_probs(model: Model, shards: int, tokens: float, *, shared: bool = Fa
 
 
 def layer_activations(model: Model) -> float:
-    """Of one token in one layer, BF16: inputs of the linears and two norms, 5 H, q and k with v and the output,
-    2 (queries + keys), and gate, up and their product, 3 inner."""
-    return BF16 * (5 * model.hidden + 2 * (model.queries + model.keys) + 3 * model.inner)
+    """Of one token in one layer, BF16: inputs of the linears and two norms, 5 H, ``mixing``, which for attention is q,
+    k, v and the output, and gate, up and their product, 3 inner."""
+    return BF16 * (5 * model.hidden + model.mixing + 3 * model.inner)
 
 
 def update_logits(model: Model, tokens: float, shared: bool) -> float:

@@ -59,6 +59,29 @@ def _gates(b, a, a_log, dt_bias) -> tuple[torch.Tensor, torch.Tensor]:
     return -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
 
 
+class _States(torch.autograd.Function):
+    """States before each chunk, ``S' = carry S + added``, zero where a sequence begins: two launches a chunk."""
+
+    @staticmethod
+    def forward(ctx, carry: torch.Tensor, added: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+        states, state, zero = torch.empty_like(added), torch.zeros_like(added[0]), added.new_zeros(())
+        for chunk in range(len(added)):
+            torch.where(begins[chunk], zero, state, out=states[chunk])
+            torch.baddbmm(added[chunk], carry[chunk], states[chunk], out=state)
+        ctx.save_for_backward(carry, states, begins)
+        return states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dstates: torch.Tensor):
+        carry, states, begins = ctx.saved_tensors
+        dadded, dstate, zero = torch.empty_like(states), torch.zeros_like(states[0]), states.new_zeros(())
+        for chunk in reversed(range(len(states))):
+            torch.where(begins[chunk + 1], zero, dstate, out=dadded[chunk])
+            torch.baddbmm(dstates[chunk], carry[chunk].mT, dadded[chunk], out=dstate)
+        return dadded @ states.mT, dadded, None
+
+
 def rule_by_chunks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor
 ) -> torch.Tensor:
@@ -98,16 +121,10 @@ def rule_by_chunks(
     both = torch.cat([v * beta.unsqueeze(-1), weighted * since_begin], dim=-1)
     # The diagonal of ones is not read.
     u, w = torch.linalg.solve_triangular(inner, both, upper=False, unitriangular=True).split(HEAD, dim=-1)
-    # S' = carry S + added
     at_end = (k * until_end).mT
     carry = torch.diag_embed(since_begin[..., -1:, 0].expand(*k.shape[:2], HEAD)) - at_end @ w
     added = at_end @ u
-    state, states = torch.zeros_like(added[0]), []
-    for chunk in range(chunks):
-        state = torch.where(begins[chunk], 0, state)
-        states.append(state)
-        state = torch.baddbmm(added[chunk], carry[chunk], state)
-    state = torch.stack(states)
+    state = _States.apply(carry, added, begins)
     o = (q * since_begin) @ state + (q @ k.mT * decay) @ (u - w @ state)
     return o.transpose(1, 2).flatten(0, 1)[row]
 

@@ -1,0 +1,47 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of the gated delta rule on a GPU, by torch's operators and by flash-linear-attention."""
+
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from jetrl_verl import kernels
+
+rule = sys.modules["jetrl_verl.kernels.gated_delta_rule"]  # the package's attribute is the function
+FLA = pytest.param("fla", 2**-5, marks=pytest.mark.skipif(find_spec("fla") is None, reason="fla-core is optional"))
+
+
+@pytest.mark.parametrize("lengths", [(700,), (130, 1, 64, 500)])
+@pytest.mark.parametrize(("name", "error"), [("chunk", 1e-4), FLA])
+def test_gradients_match_those_of_the_cpu(lengths, name, error):
+    """Heads that hardly forget and that forget; fla rounds the operands of its products to BF16."""
+    generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
+    qkv, do = (torch.randn(tokens, *shape, generator=generator).bfloat16() for shape in ((8 * 128,), (4, 128)))
+    b, a = (torch.randn(tokens, 4, generator=generator) for _ in range(2))
+    call = do, qkv, b, a, torch.tensor([-6.0, -1.0, 0.1, 1.7]), torch.tensor([-4.0, -1.0, 0.3, 1.0])
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    want = rule.chunk_gradients(*call, cu_seqlens)
+    got = getattr(rule, f"{name}_gradients")(*(x.cuda() for x in call), cu_seqlens.cuda())
+    for x, y in zip(got, want, strict=True):
+        assert (x.cpu().float() - y).norm() <= error * y.norm()
+
+
+def test_autograd_calls_fla_where_it_is_installed(monkeypatch):
+    """Rounded results of the operator's own types; a training step's sizes in the memory of a few states."""
+    qkv = torch.randn(4096, 64 * 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    b, a = (torch.randn(4096, 32, device="cuda", requires_grad=True) for _ in range(2))
+    heads = [torch.randn(32, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    cu_seqlens = torch.tensor([0, 1000, 4096], device="cuda", dtype=torch.int32)
+    called, name = [], "chunk_gradients" if rule._fla_rule() is None else "fla_gradients"
+    stock = getattr(rule, name)
+    monkeypatch.setattr(rule, name, lambda *call: called.append(name) or stock(*call))
+    o = kernels.gated_delta_rule(qkv, b, a, *heads, cu_seqlens)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    o.backward(torch.randn_like(o))
+    assert called == [name] and torch.cuda.max_memory_allocated() - before < 6 * 2**30
+    for x in (qkv, b, a, *heads):
+        assert x.grad.dtype == x.dtype and x.grad.isfinite().all()

@@ -14,6 +14,7 @@ from jetrl_verl.models import Family, UnsupportedLayer, UnsupportedOperation, fa
 from jetrl_verl.models.families.base import leaf, place
 from jetrl_verl.models.plan import plan_linears, plan_of
 from jetrl_verl.sources import source_files
+from jetrl_verl.tools.memory.shapes import KNOWN
 from jetrl_verl.train.shared_operations import share_operations
 
 # From config.json of ByteDance-Seed/Seed-OSS-36B-Instruct.
@@ -149,9 +150,20 @@ def test_seed_oss_36b_fits_at_every_tensor_parallel_size(tp, shards):
     assert all(plan.quantized for plan in plans.values())
 
 
-def test_seed_oss_does_not_fit_sixteen_ranks():
-    with pytest.raises(UnsupportedLayer, match=r"mlp\.gate_proj has shards of shape \[1728, 5120\]"):
-        plan_linears(SEED_OSS_36B, 16)
+@pytest.mark.parametrize(
+    ("config", "most_ranks", "layer"),
+    [
+        (SEED_OSS_36B, 8, r"mlp\.gate_proj has shards of shape \[1728, 5120\]"),
+        (KNOWN["qwen2.5-0.5b"], 1, r"self_attn\.q_proj has shards of shape \[448, 896\]"),
+        (KNOWN["llama-3.2-1b"], 4, r"self_attn\.k_proj has shards of shape \[64, 2048\]"),
+    ],
+)
+def test_the_most_ranks_over_which_shards_are_whole_blocks(config, most_ranks, layer):
+    """Qwen2.5-0.5B has 14 heads of 64 over 2 key heads, Llama-3.2-1B 32 over 8."""
+    assert all(plan.quantized for plan in plan_linears(config, most_ranks).values())
+    with pytest.raises(UnsupportedLayer, match=layer) as refused:
+        plan_linears(config, 2 * most_ranks)
+    assert refused.value.largest == most_ranks
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
 SEED = 11
 SHAPES = {
+    "llama": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1024),
     "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
 }
 """Inputs of o and down divide into eight parts of whole blocks, the mixture's into two."""
-ORDERED = {"qwen3": 2, "qwen3_moe": 1}
+ORDERED = {"llama": 2, "qwen3": 2, "qwen3_moe": 1}
 """Row-parallel linears of a layer; a mixture sums over ranks itself."""
 
 
@@ -50,7 +51,9 @@ def load(worker, family: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("family", "ranks"), [("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_moe", 2)])
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_moe", 2)]
+)
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():
         policy(family).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -49,7 +49,8 @@ def jetrl_memory(*words: str) -> tuple[int, str]:
     [("qwen3-0.6b", 0.6), ("qwen3-1.7b", 1.72), ("qwen3-4b", 4.02), ("qwen3-8b", 8.19), ("qwen3-14b", 14.8),
      ("qwen3-32b", 32.8), ("qwen3-30b-a3b", 30.5), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.6), ("qwen2.5-32b", 32.8),
      ("llama-3.1-8b", 8.03), ("deepseek-r1-distill-qwen-1.5b", 1.78), ("qwen3.5-0.8b", 0.75), ("qwen3.5-2b", 1.88),
-     ("qwen3.5-4b", 4.2), ("qwen3.5-9b", 8.95), ("qwen3.5-27b", 26.9)],
+     ("qwen3.5-4b", 4.2), ("qwen3.5-9b", 8.95), ("qwen3.5-27b", 26.9),
+     ("qwen2.5-0.5b", 0.494), ("llama-3.2-1b", 1.24)],
 )  # fmt: skip
 def test_known_models_have_the_published_number_of_parameters(model, billions):
     assert model_of(model, KNOWN[model]).parameters / 1e9 == pytest.approx(billions, rel=0.01)

@@ -21,11 +21,13 @@ _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
 )
-_SHARED = {"head_dim": 128, "hidden_act": "silu"}
+_HEADS_OF_64 = ("qwen2.5-0.5b", "llama-3.2-1b")
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 KNOWN: dict[str, dict[str, Any]] = {
-    name: dict(zip(_FIELDS, sizes, strict=True)) | _SHARED | (_EXPERTS if sizes[0] == "qwen3_moe" else {})
+    name: dict(zip(_FIELDS, sizes, strict=True))
+    | {"head_dim": 64 if name in _HEADS_OF_64 else 128, "hidden_act": "silu"}
+    | (_EXPERTS if sizes[0] == "qwen3_moe" else {})
     for name, *sizes in (
         ("qwen3-0.6b", "qwen3", 28, 1024, 3072, 16, 8, 151936, True),
         ("qwen3-1.7b", "qwen3", 28, 2048, 6144, 16, 8, 151936, True),
@@ -34,10 +36,12 @@ KNOWN: dict[str, dict[str, Any]] = {
         ("qwen3-14b", "qwen3", 40, 5120, 17408, 40, 8, 151936, False),
         ("qwen3-32b", "qwen3", 64, 5120, 25600, 64, 8, 151936, False),
         ("qwen3-30b-a3b", "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, False),
+        ("qwen2.5-0.5b", "qwen2", 24, 896, 4864, 14, 2, 151936, True),
         ("qwen2.5-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, True),
         ("qwen2.5-7b", "qwen2", 28, 3584, 18944, 28, 4, 152064, False),
         ("qwen2.5-32b", "qwen2", 64, 5120, 27648, 40, 8, 152064, False),
         ("deepseek-r1-distill-qwen-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, False),
+        ("llama-3.2-1b", "llama", 16, 2048, 8192, 32, 8, 128256, True),
         ("llama-3.1-8b", "llama", 32, 4096, 14336, 32, 8, 128256, False),
     )
 }

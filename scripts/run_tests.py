@@ -28,6 +28,7 @@ GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes")
 OF_VLLM = (("rollout",), ("sync", "patches"))
 """Folders of tests/ about what runs in vLLM: its layers, the weight sync with its contract check, and the patches."""
 PROCESSOR = (
+    "tests/kernels/test_delta_net_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",
     "tests/kernels/test_shared_operations_on_cpu.py",
     "tests/nn",

@@ -60,6 +60,9 @@ HYBRID = {
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 128,
         "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     },
 }
 MODELS = {
@@ -76,6 +79,7 @@ MODELS = {
     "hybrid": HYBRID,
     "tied_in_one_part": HYBRID | {"tie_word_embeddings": True},
     "delta_net_heads": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_num_value_heads": 3}},
+    "delta_net_shape": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_conv_kernel_dim": 3}},
     "built_in_biases": {"model_type": "seed_oss", "attention_bias": False},
     "head_dim": {"head_dim": 192},
     "rope_type": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},

@@ -257,8 +257,6 @@ def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor"
         for role in roles:
             job.plans(model.config, role)
         decoder = family(model.config)
-        if decoder.delta_net is not None:
-            refuse("hybrid", precision=options.precision, what=f"the model {model.path}")
         if shared:
             decoder.check_operations(model.config)
         for role in roles:

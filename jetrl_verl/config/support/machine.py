@@ -155,7 +155,7 @@ MODEL_ROWS: dict[str, Row] = {
         instead="Set num_experts_per_tok of its config.json to a number of its experts",
     ),
     # --- hybrids of delta nets and attention ---
-    "hybrid": Row("a hybrid of delta nets and attention, as Qwen3.5", "its layers do not run here yet"),
+    "hybrid": Row("a hybrid of delta nets and attention, as Qwen3.5", scope=SHARED),
     "tied_in_one_part": Row(
         "a model with vision whose text_config has another tie_word_embeddings",
         instead="Set both fields in config.json of a copy of the model to the same value",
@@ -164,6 +164,9 @@ MODEL_ROWS: dict[str, Row] = {
     # --- what the shared operations do not cover ---
     "another_decoder": Row("a decoder with other modules than its family's, or a bias on lm_head", scope=SHARED),
     "head_dim": Row("heads other than 64, 128 and 256", scope=SHARED),
+    "delta_net_shape": Row(
+        "a delta net with heads other than 128, or after a convolution of another width than 4", scope=SHARED
+    ),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
     "partial_rotary": Row("partly rotated heads", scope=SHARED),
     "activation": Row("an activation other than SiLU", scope=SHARED),

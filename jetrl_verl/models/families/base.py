@@ -499,3 +499,8 @@ class Family:
         ):
             if wrong:
                 yield UnsupportedOperation(f"the shared operations do not cover {what}", row)
+        if (delta := self.delta_net) is not None:
+            *heads, width = (read(config, name) for name in (delta.key_dim, delta.value_dim, delta.width))
+            if [*heads, width] != [128, 128, 4]:
+                what = f"a delta net with heads of {heads[0]} and {heads[1]} after a convolution of width {width}"
+                yield UnsupportedOperation(f"the shared operations do not cover {what}", "delta_net_shape")

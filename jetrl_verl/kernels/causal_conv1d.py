@@ -7,11 +7,15 @@ bits, wherever a sequence is cut.
 """
 
 import torch
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.dispatch import CPU_ALONE, REFERENCE, implements, lookup
+from jetrl_verl.kernels.device.elementary import numbers_of, sigmoid
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference import delta_net
@@ -59,13 +63,247 @@ def _nothing_before(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return x.new_zeros(len(cu_seqlens) - 1, TAPS - 1, x.shape[1])
 
 
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+_TOKENS, _CHANNELS, _WARPS = 16, 256, 4
+"""Tile of the convolution."""
+_BACKWARD_TOKENS, _BACKWARD_CHANNELS = 64, 128
+"""Tokens and channels of a program of the gradient, one warp."""
+
+
+@jit
+def _convolved(x0, x1, x2, x3, w0, w1, w2, w3):
+    # Products of BF16 numbers are exact in FP32, so a fused addition has the bits of a separate one.
+    return x3 * w3 + (x2 * w2 + (x1 * w1 + x0 * w0))
+
+
+@jit
+def _silu(y):
+    return (y * sigmoid(y)).to(tl.bfloat16)
+
+
+@jit
+def _sequences_of(token, cu_ptr, sequences):
+    """The sequence of each ``token``; ``sequences`` after the last one."""
+    started = tl.zeros(token.shape, tl.int32)
+    for start in range(0, sequences + 1, 128):
+        place = start + tl.arange(0, 128)
+        first = tl.load(cu_ptr + place, mask=place <= sequences, other=2147483647)
+        started += tl.sum((first[None, :] <= token[:, None]).to(tl.int32), axis=1)
+    return started - 1
+
+
+@jit
+def _first_three(
+    x_ptr, channel, inside, w0, w1, w2, w3, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr,
+    sequence, channels, stride, stride_slot, stride_place, stride_channel, paged,
+):  # fmt: skip
+    """The first three tokens of a sequence, which read its state, and then its new state."""
+    first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
+    slot = tl.load(slots_ptr + sequence, mask=paged != 0, other=0).to(tl.int64)
+    read = inside & (slot >= 0) & (tl.load(computed_ptr + sequence, mask=paged != 0, other=0) > 0)
+    x_ptr += first.to(tl.int64) * stride
+    y_ptr += first.to(tl.int64) * channels
+    states_ptr += slot * stride_slot
+    place = channel * stride_channel
+    x0 = tl.load(states_ptr + place, mask=read, other=0.0).to(tl.float32)
+    x1 = tl.load(states_ptr + stride_place + place, mask=read, other=0.0).to(tl.float32)
+    x2 = tl.load(states_ptr + 2 * stride_place + place, mask=read, other=0.0).to(tl.float32)
+    for _ in range(0, tl.minimum(last - first, 3)):
+        x3 = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        y = _silu(_convolved(x0, x1, x2, x3, w0, w1, w2, w3))
+        tl.store(y_ptr + channel, tl.where(slot >= 0, y, 0.0), mask=inside)
+        x0, x1, x2 = x1, x2, x3
+        x_ptr += stride
+        y_ptr += channels
+    if last - first > 3:
+        x_ptr += (last - first - 6).to(tl.int64) * stride
+        x0 = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        x1 = tl.load(x_ptr + stride + channel, mask=inside, other=0.0).to(tl.float32)
+        x2 = tl.load(x_ptr + 2 * stride + channel, mask=inside, other=0.0).to(tl.float32)
+    written = inside & (paged != 0) & (slot >= 0) & (first < last)
+    tl.store(states_ptr + place, x0.to(tl.bfloat16), mask=written)
+    tl.store(states_ptr + stride_place + place, x1.to(tl.bfloat16), mask=written)
+    tl.store(states_ptr + 2 * stride_place + place, x2.to(tl.bfloat16), mask=written)
+
+
+@jit
+def _later_tokens(
+    x_ptr, channel, inside, w0, w1, w2, w3, slots_ptr, cu_ptr, y_ptr, token, tokens, sequences, channels, stride, paged
+):
+    """A tile of the tokens that have three others before them; zeros after the last sequence."""
+    sequence = _sequences_of(token, cu_ptr, sequences)
+    known = (token < tokens) & (sequence < sequences)
+    slot = tl.load(slots_ptr + sequence, mask=known & (paged != 0), other=0)
+    later = token - tl.load(cu_ptr + sequence, mask=known, other=0) >= 3
+    read = (known & later & (slot >= 0))[:, None] & inside[None, :]
+    x_ptr += token.to(tl.int64)[:, None] * stride + channel[None, :]
+    x0 = tl.load(x_ptr - 3 * stride, mask=read, other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr - 2 * stride, mask=read, other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr - stride, mask=read, other=0.0).to(tl.float32)
+    x3 = tl.load(x_ptr, mask=read, other=0.0).to(tl.float32)
+    y = _silu(_convolved(x0, x1, x2, x3, w0[None, :], w1[None, :], w2[None, :], w3[None, :]))
+    written = ((token < tokens) & (later | (sequence == sequences)))[:, None] & inside[None, :]
+    tl.store(y_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :], y, mask=written)
+
+
+@jit(do_not_specialize=["tokens", "sequences", "paged"])
+def _conv_kernel(
+    x_ptr, weight_ptr, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr,
+    tokens, sequences, channels, stride, stride_slot, stride_place, stride_channel, paged,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    program, channel = tl.program_id(0), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    w0, w1, w2, w3 = numbers_of(tl.load(weight_ptr + channel, mask=inside, other=0))
+    if program < sequences:
+        _first_three(
+            x_ptr, channel, inside, w0, w1, w2, w3, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr,
+            program, channels, stride, stride_slot, stride_place, stride_channel, paged,
+        )  # fmt: skip
+    else:
+        token = (program - sequences) * TOKENS + tl.arange(0, TOKENS)
+        _later_tokens(
+            x_ptr, channel, inside, w0, w1, w2, w3, slots_ptr, cu_ptr, y_ptr,
+            token, tokens, sequences, channels, stride, paged,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=["tokens", "sequences"])
+def _conv_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, cu_ptr, dx_ptr, dw_ptr, tokens, sequences, channels, stride,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    w0, w1, w2, w3 = numbers_of(tl.load(weight_ptr + channel, mask=inside, other=0))
+    start = tl.program_id(0) * TOKENS
+    sequence = tl.sum(_sequences_of(start + tl.arange(0, 1), cu_ptr, sequences), axis=0)
+    first = tl.load(cu_ptr + sequence)
+    following = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=2147483647)
+    x_ptr += start.to(tl.int64) * stride
+    dy_ptr += start.to(tl.int64) * channels
+    dx_ptr += (start.to(tl.int64) - 3) * channels
+    x0 = tl.load(x_ptr - 3 * stride + channel, mask=inside & (start - 3 >= first), other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr - 2 * stride + channel, mask=inside & (start - 2 >= first), other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr - stride + channel, mask=inside & (start - 1 >= first), other=0.0).to(tl.float32)
+    zero = tl.zeros((CHANNELS,), tl.float32)
+    dx0, dx1, dx2 = zero, zero, zero  # of the three tokens before, from those up to here
+    dw0, dw1, dw2, dw3 = zero, zero, zero, zero
+    for t in range(start, tl.minimum(start + TOKENS, tokens) + 3):
+        while (following <= t) & (sequence < sequences):
+            sequence += 1
+            first = following
+            following = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=2147483647)
+        place, read = t - first, inside & (t < tokens) & (sequence < sequences)
+        x3 = tl.load(x_ptr + channel, mask=read, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + channel, mask=read, other=0.0).to(tl.float32)
+        x0, x1, x2 = tl.where(place >= 3, x0, 0.0), tl.where(place >= 2, x1, 0.0), tl.where(place >= 1, x2, 0.0)
+        y = _convolved(x0, x1, x2, x3, w0, w1, w2, w3)
+        probability = sigmoid(y)
+        dy *= probability * (1.0 + y * (1.0 - probability))
+        dx = dx0 + tl.where(place >= 3, w0 * dy, 0.0)
+        tl.store(dx_ptr + channel, dx.to(tl.bfloat16), mask=inside & (t - 3 >= start))
+        dx0 = dx1 + tl.where(place >= 2, w1 * dy, 0.0)
+        dx1 = dx2 + tl.where(place >= 1, w2 * dy, 0.0)
+        dx2 = w3 * dy
+        mine = tl.where(t < start + TOKENS, dy, 0.0)
+        dw0, dw1, dw2, dw3 = dw0 + x0 * mine, dw1 + x1 * mine, dw2 + x2 * mine, dw3 + x3 * mine
+        x0, x1, x2 = x1, x2, x3
+        x_ptr += stride
+        dy_ptr += channels
+        dx_ptr += channels
+    dw_ptr += tl.program_id(0).to(tl.int64) * channels * 4
+    tl.store(dw_ptr + channel * 4, dw0, mask=inside)
+    tl.store(dw_ptr + channel * 4 + 1, dw1, mask=inside)
+    tl.store(dw_ptr + channel * 4 + 2, dw2, mask=inside)
+    tl.store(dw_ptr + channel * 4 + 3, dw3, mask=inside)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _tap_words(weight: torch.Tensor) -> torch.Tensor:
+    """The four BF16 taps of a channel in one word."""
+    return weight.to(torch.bfloat16).contiguous().view(torch.int64)
+
+
+@implements("causal_conv1d_update", "triton")
+def triton_causal_conv1d_update(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    states: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    computed: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`reference_causal_conv1d_update`; without states every sequence starts here."""
+    x, (tokens, channels), sequences = _rows(x), x.shape, len(cu_seqlens) - 1
+    y = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
+    paged = states is not None
+    if y.numel():
+        # Pointers of what is absent are never dereferenced.
+        _conv_kernel[(sequences + ceil_div(tokens, _TOKENS), ceil_div(channels, _CHANNELS))](
+            x,
+            _tap_words(weight),
+            states if paged else x,
+            slots if paged else cu_seqlens,
+            computed if paged else cu_seqlens,
+            cu_seqlens,
+            y,
+            tokens,
+            sequences,
+            channels,
+            x.stride(0),
+            *(states.stride() if paged else (0, 0, 0)),
+            int(paged),
+            TOKENS=_TOKENS,
+            CHANNELS=_CHANNELS,
+            num_warps=_WARPS,
+        )
+    return y
+
+
+@implements("causal_conv1d", "triton")
+def triton_causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """As :func:`reference_causal_conv1d`, by the update's kernel."""
+    return triton_causal_conv1d_update(x, weight, None, None, None, cu_seqlens)
+
+
+@implements("causal_conv1d_backward", "triton")
+def triton_causal_conv1d_backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As :func:`reference_causal_conv1d_backward`; a program goes along 64 tokens, and three more for dx."""
+    x, (tokens, channels), tiles = _rows(x), x.shape, ceil_div(len(x), _BACKWARD_TOKENS)
+    dx = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
+    dw = torch.empty(tiles, channels, TAPS, dtype=torch.float32, device=x.device)
+    if dx.numel():
+        _conv_backward_kernel[(tiles, ceil_div(channels, _BACKWARD_CHANNELS))](
+            dy.to(torch.bfloat16).contiguous(),
+            x,
+            _tap_words(weight),
+            cu_seqlens,
+            dx,
+            dw,
+            tokens,
+            len(cu_seqlens) - 1,
+            channels,
+            x.stride(0),
+            TOKENS=_BACKWARD_TOKENS,
+            CHANNELS=_BACKWARD_CHANNELS,
+            num_warps=1,
+        )
+    return dx, dw.sum(dim=0)
+
+
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
 @operator(
     "causal_conv1d(Tensor x, Tensor weight, Tensor cu_seqlens) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
-    backends=CPU_ALONE,
 )
 def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
     return lookup("causal_conv1d", x.device)(x, weight, cu_seqlens)
@@ -74,7 +312,6 @@ def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tens
 @operator(
     "causal_conv1d_backward(Tensor dy, Tensor x, Tensor weight, Tensor cu_seqlens) -> (Tensor, Tensor)",
     fake=lambda dy, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
-    backends=REFERENCE,
 )
 def _causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("causal_conv1d_backward", x.device)(dy, x, weight, cu_seqlens)
@@ -84,7 +321,6 @@ def _causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, to
     "causal_conv1d_update(Tensor x, Tensor weight, Tensor(a!) states, Tensor slots, Tensor computed,"
     " Tensor cu_seqlens) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
-    backends=CPU_ALONE,
 )
 def causal_conv1d_update(
     x: torch.Tensor,

@@ -27,7 +27,6 @@ Backends = dict[str, tuple[str, ...]]
 CPU_ALONE: Backends = {"cpu": ("reference",)}
 TRITON: Backends = {"cpu": ("reference",), "sm90": ("triton",)}
 NATIVE: Backends = {"cpu": ("reference",), "sm90": ("native", "triton")}
-REFERENCE: Backends = {"cpu": ("reference",), "sm90": ("reference",)}
 COMPOSED: Backends = {"cpu": ("composed",), "sm90": ("composed",)}
 
 

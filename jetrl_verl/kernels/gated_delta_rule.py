@@ -12,10 +12,13 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.dispatch import CPU_ALONE, implements, lookup
+from jetrl_verl.kernels.device.elementary import numbers_of, sigmoid, softplus
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
@@ -47,6 +50,176 @@ def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, 
     o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state)
     write_slots(states, slots, cu_seqlens, state)
     return zero_padded(o, slots, cu_seqlens)
+
+
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+# A program has a quarter of a head's values, 32. Its state is four tiles [8, 4, 4, 8], tile j of keys 4 i + j: eight
+# values and four words of keys by lane, four warps of values, eight words of keys in a thread's registers. So a thread
+# adds 32 products, four lanes add their sums, and a token waits for no other warp. Triton lays tiles out along what it
+# sees to be contiguous; the permutation ``^ 1`` of an index hides it.
+_VALUES, _LANES, _WARPS, _WORDS = 8, 4, 4, 8
+_SLICES: tl.constexpr = tl.constexpr(HEAD // (_VALUES * _WARPS))
+_WIDTH: tl.constexpr = tl.constexpr(HEAD)
+_SCALE: tl.constexpr = tl.constexpr(HEAD**-0.5)
+_EPS: tl.constexpr = tl.constexpr(L2_EPS)
+_LINEAR: tl.constexpr = tl.constexpr(LINEAR_SOFTPLUS)
+# One compilation for all calls, since the order of a sum follows from it.
+_SIZES = ["tokens", "sequences", "keys", "heads", "stride_b", "stride_a"]
+_SIZES += ["stride_slot", "stride_head", "stride_key", "stride_value", "paged"]
+_POINTERS = ["words_ptr", "values_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "states_ptr"]
+_POINTERS += ["slots_ptr", "computed_ptr", "cu_ptr", "out_ptr"]
+
+
+@jit
+def _sum_over_keys(x0, x1, x2, x3, y0, y1, y2, y3):
+    sum0, sum1 = tl.sum(x0 * y0, axis=3, keep_dims=True), tl.sum(x1 * y1, axis=3, keep_dims=True)
+    sum2, sum3 = tl.sum(x2 * y2, axis=3, keep_dims=True), tl.sum(x3 * y3, axis=3, keep_dims=True)
+    return tl.sum((sum0 + sum1) + (sum2 + sum3), axis=1, keep_dims=True)
+
+
+@jit
+def _decay_and_beta(b, a, rate, bias):
+    return tl.exp(rate * softplus(a + bias, _LINEAR)), sigmoid(b)
+
+
+@jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
+def _rule_kernel(
+    words_ptr, values_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, states_ptr, slots_ptr, computed_ptr, cu_ptr, out_ptr,
+    tokens, sequences, keys, heads, stride_b, stride_a, stride_slot, stride_head, stride_key, stride_value, paged,
+    VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    slice, head, sequence = program % _SLICES, program // _SLICES % heads, program // _SLICES // heads
+    # The programs after those of the sequences write zeros after the last sequence.
+    known = sequence < sequences
+    first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1, mask=known, other=tokens)
+    slot = tl.load(slots_ptr + sequence, mask=known & (paged != 0), other=0).to(tl.int64)
+    slot = tl.where(known, slot, -1)
+    resumed = tl.load(computed_ptr + sequence, mask=known & (paged != 0), other=0) > 0
+
+    value = slice * VALUES * WARPS + tl.arange(0, WARPS)[None, None, :, None] * VALUES
+    value = tl.broadcast_to(value + (tl.arange(0, VALUES) ^ 1)[:, None, None, None], (VALUES, LANES, WARPS, 1))
+    word = tl.arange(0, LANES)[None, :, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, :]
+    word = tl.broadcast_to(word, (VALUES, LANES, WARPS, WORDS))
+    states_ptr += slot * stride_slot + head * stride_head
+    place = word * 4 * stride_key + value * stride_value
+    read = (word >= 0) & (slot >= 0) & resumed
+    s0 = tl.load(states_ptr + place, mask=read, other=0.0)
+    s1 = tl.load(states_ptr + stride_key + place, mask=read, other=0.0)
+    s2 = tl.load(states_ptr + 2 * stride_key + place, mask=read, other=0.0)
+    s3 = tl.load(states_ptr + 3 * stride_key + place, mask=read, other=0.0)
+
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.bfloat16).to(tl.float32))
+    bias = tl.load(dt_bias_ptr + head).to(tl.bfloat16).to(tl.float32)
+    row = (2 * keys + heads) * _WIDTH
+    words_ptr += first.to(tl.int64) * (row // 4) + head // (heads // keys) * (_WIDTH // 4)
+    values_ptr += first.to(tl.int64) * row + (2 * keys + head) * _WIDTH
+    b_ptr += first.to(tl.int64) * stride_b + head
+    a_ptr += first.to(tl.int64) * stride_a + head
+    out_ptr += (first.to(tl.int64) * heads + head) * _WIDTH
+    some = first < last
+    q_words = tl.load(words_ptr + word, mask=some, other=0)
+    k_words = tl.load(words_ptr + keys * (_WIDTH // 4) + word, mask=some, other=0)
+    v = tl.load(values_ptr + value, mask=some, other=0.0)
+    b, a = tl.load(b_ptr, mask=some, other=0.0), tl.load(a_ptr, mask=some, other=0.0)
+    for token in range(first, last):
+        q0, q1, q2, q3 = numbers_of(q_words)
+        k0, k1, k2, k3 = numbers_of(k_words)
+        target = v.to(tl.float32)
+        decay, beta = _decay_and_beta(b, a, rate, bias)
+        # The next token's operands, while this one's are used.
+        words_ptr += row // 4
+        values_ptr += row
+        b_ptr += stride_b
+        a_ptr += stride_a
+        some = token + 1 < last
+        q_words = tl.load(words_ptr + word, mask=some, other=0)
+        k_words = tl.load(words_ptr + keys * (_WIDTH // 4) + word, mask=some, other=0)
+        v = tl.load(values_ptr + value, mask=some, other=0.0)
+        b, a = tl.load(b_ptr, mask=some, other=0.0), tl.load(a_ptr, mask=some, other=0.0)
+        # Norms and decay multiply sums over keys, not the keys: o = S'^T q from S^T q, one sum less in the chain.
+        q_norm = tl.rsqrt(_sum_over_keys(q0, q1, q2, q3, q0, q1, q2, q3) + _EPS) * _SCALE
+        k_norm = tl.rsqrt(_sum_over_keys(k0, k1, k2, k3, k0, k1, k2, k3) + _EPS)
+        q_k = _sum_over_keys(q0, q1, q2, q3, k0, k1, k2, k3)
+        recalled = _sum_over_keys(s0, s1, s2, s3, k0, k1, k2, k3)
+        asked = _sum_over_keys(s0, s1, s2, s3, q0, q1, q2, q3)
+        delta = (target - decay * k_norm * recalled) * (beta * k_norm)
+        s0, s1, s2, s3 = (
+            decay * s0 + k0 * delta,
+            decay * s1 + k1 * delta,
+            decay * s2 + k2 * delta,
+            decay * s3 + k3 * delta,
+        )
+        o = tl.where(slot >= 0, q_norm * (decay * asked + q_k * delta), 0.0)
+        tl.store(out_ptr + value, o.to(tl.bfloat16))
+        out_ptr += heads * _WIDTH
+    written = (word >= 0) & (slot >= 0) & (paged != 0) & (first < last)
+    tl.store(states_ptr + place, s0, mask=written)
+    tl.store(states_ptr + stride_key + place, s1, mask=written)
+    tl.store(states_ptr + 2 * stride_key + place, s2, mask=written)
+    tl.store(states_ptr + 3 * stride_key + place, s3, mask=written)
+
+
+@implements("gated_delta_rule_update", "triton")
+def triton_gated_delta_rule_update(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor | None,
+    slots: torch.Tensor | None,
+    computed: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`reference_gated_delta_rule_update`; without states every sequence starts here."""
+    qkv, (tokens, heads), sequences = qkv.contiguous(), b.shape, len(cu_seqlens) - 1
+    b, a = (x if x.stride(1) == 1 else x.contiguous() for x in (b, a))
+    out = torch.empty(tokens, heads, HEAD, dtype=torch.bfloat16, device=qkv.device)
+    paged = states is not None
+    if tokens:
+        # Pointers of what is absent are never dereferenced.
+        _rule_kernel[((sequences + 1) * heads * _SLICES.value,)](
+            qkv.view(torch.int64),
+            qkv,
+            b,
+            a,
+            a_log.contiguous(),
+            dt_bias.contiguous(),
+            states if paged else b,
+            slots if paged else cu_seqlens,
+            computed if paged else cu_seqlens,
+            cu_seqlens,
+            out,
+            tokens,
+            sequences,
+            (qkv.shape[1] // HEAD - heads) // 2,
+            heads,
+            b.stride(0),
+            a.stride(0),
+            *(states.stride() if paged else (0, 0, 0, 0)),
+            int(paged),
+            VALUES=_VALUES,
+            LANES=_LANES,
+            WARPS=_WARPS,
+            WORDS=_WORDS,
+            num_warps=_WARPS,
+        )
+    return out
+
+
+@implements("gated_delta_rule", "triton")
+def triton_gated_delta_rule(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> torch.Tensor:
+    """As :func:`reference_gated_delta_rule`, by the update's kernel."""
+    return triton_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, None, None, None, cu_seqlens)
 
 
 # --- gradient ---------------------------------------------------------------------------------------------------------
@@ -184,7 +357,6 @@ def _fake(qkv, b, *_):
 @operator(
     "gated_delta_rule(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor cu_seqlens) -> Tensor",
     fake=_fake,
-    backends=CPU_ALONE,
 )
 def _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     return lookup("gated_delta_rule", qkv.device)(qkv, b, a, a_log, dt_bias, cu_seqlens)
@@ -194,7 +366,6 @@ def _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     "gated_delta_rule_update(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor(a!) states,"
     " Tensor slots, Tensor computed, Tensor cu_seqlens) -> Tensor",
     fake=_fake,
-    backends=CPU_ALONE,
 )
 def gated_delta_rule_update(
     qkv: torch.Tensor,

@@ -6,13 +6,19 @@
 """
 
 import torch
+import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.dispatch import CPU_ALONE, REFERENCE, implements, lookup
+from jetrl_verl.kernels.device.dependents import launch_dependents
+from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.elementary import sigmoid
+from jetrl_verl.kernels.device.launch import jit
+from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
-from jetrl_verl.kernels.results import fake_rowwise
+from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise
+from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference import QuantizedTensor, delta_net
 
@@ -50,6 +56,151 @@ def reference_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients
     return do.to(o.dtype), dz.to(z.dtype), dw
 
 
+# --- Triton -----------------------------------------------------------------------------------------------------------
+
+_HEADS, _WARPS = 8, 4
+"""Heads and warps of a program."""
+_BACKWARD_PROGRAMS, _BACKWARD_HEADS = 528, 16
+"""Programs of the gradient, four per multiprocessor of an H200, and the heads that one loads at a time."""
+
+
+@jit(do_not_specialize=["tokens", "heads"])
+def _gated_norm_kernel(
+    o_ptr, z_ptr, weight_ptr, y_ptr, qdata_ptr, scales_ptr, eps, tokens, heads, stride_token, stride_head,
+    HEADS: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    if QUANTIZE:  # a linear reads it next
+        launch_dependents()
+    number = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
+    token, head, column = (number // heads).to(tl.int64), number % heads, tl.arange(0, GROUP)[None, :]
+    known = number < tokens * heads
+    place = number.to(tl.int64)[:, None] * GROUP + column
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    gate = token[:, None] * stride_token + head[:, None] * stride_head + column
+    z = tl.load(z_ptr + gate, mask=known[:, None], other=0.0).to(tl.float32)
+    o = tl.load(o_ptr + place, mask=known[:, None], other=0.0).to(tl.float32)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / GROUP + eps)
+    y = (o * rstd[:, None] * weight * (z * sigmoid(z))).to(tl.bfloat16)
+    if WITH_Y:
+        tl.store(y_ptr + place, y, mask=known[:, None])
+    if QUANTIZE:
+        values = y.to(tl.float32)
+        bits = tl.max(magnitude_bits(values), axis=1)
+        scale = scale_of(bits, POW2)
+        qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        tl.store(qdata_ptr + place, qdata, mask=known[:, None])
+        tl.store(scales_ptr + head.to(tl.int64) * tokens + token, scale, mask=known)
+
+
+@jit(do_not_specialize=["count", "heads", "heads_each"])
+def _gated_norm_backward_kernel(
+    dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, dw_ptr, eps, count, heads, heads_each, stride_token, stride_head,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, GROUP)[None, :]
+    weight = tl.load(weight_ptr + column).to(tl.float32)
+    dw = tl.zeros((HEADS, GROUP), tl.float32)
+    first = tl.program_id(0) * heads_each
+    for start in range(first, tl.minimum(first + heads_each, count), HEADS):
+        number = (start + tl.arange(0, HEADS))[:, None]
+        known = number < count
+        place = number.to(tl.int64) * GROUP + column
+        gate = (number // heads).to(tl.int64) * stride_token + number % heads * stride_head + column
+        z = tl.load(z_ptr + gate, mask=known, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + place, mask=known, other=0.0).to(tl.float32)
+        o = tl.load(o_ptr + place, mask=known, other=0.0).to(tl.float32)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / GROUP + eps)[:, None]
+        normalized, probability = o * rstd, sigmoid(z)
+        gated = dy * (z * probability)  # of the normalized rows times the weight
+        dw += gated * normalized
+        dz = dy * normalized * weight * probability * (1.0 + z * (1.0 - probability))
+        tl.store(dz_ptr + place, dz.to(tl.bfloat16), mask=known)
+        scaled = gated * weight
+        mean = tl.sum(scaled * normalized, axis=1)[:, None] / GROUP
+        tl.store(do_ptr + place, (rstd * (scaled - normalized * mean)).to(tl.bfloat16), mask=known)
+    tl.store(dw_ptr + tl.program_id(0) * GROUP + column, tl.sum(dw, axis=0)[None, :])
+
+
+def _heads_of_rows(z: torch.Tensor) -> torch.Tensor:
+    """``z [T, HV, 128]``, copied only where a head's features are not next to each other."""
+    return z if z.stride(2) == 1 else z.contiguous()
+
+
+def _launch(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None, with_normed: bool
+) -> tuple[torch.Tensor | None, QuantizedTensor | None]:
+    o, z, (tokens, heads, width) = o.contiguous(), _heads_of_rows(z), o.shape
+    y = torch.empty(tokens, heads * width, dtype=torch.bfloat16, device=o.device) if with_normed else None
+    quantized = empty_rowwise(tokens, heads * width, o.device) if rule is not None else None
+    pow2 = rule is not None and is_pow2(rule)
+    if tokens:
+        # Pointers of what is absent are never dereferenced.
+        _gated_norm_kernel[(ceil_div(tokens * heads, _HEADS),)](
+            o,
+            z,
+            weight.contiguous(),
+            y if with_normed else o,
+            quantized.qdata.view(torch.uint8) if rule is not None else o,
+            quantized.scales if rule is not None else o,
+            eps,
+            tokens,
+            heads,
+            z.stride(0),
+            z.stride(1),
+            HEADS=_HEADS,
+            WITH_Y=with_normed,
+            QUANTIZE=rule is not None,
+            POW2=pow2,
+            num_warps=_WARPS,
+        )
+    return y, quantized
+
+
+@implements("gated_rms_norm", "triton")
+def triton_gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``[T, HV * 128]`` BF16."""
+    return _launch(o, z, weight, eps, None, True)[0]
+
+
+@implements("gated_rms_norm_quantize_1x128", "triton")
+def triton_gated_rms_norm_quantize_1x128(
+    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+) -> tuple[torch.Tensor | None, QuantizedTensor]:
+    """As :func:`reference_gated_rms_norm_quantize_1x128`."""
+    return _launch(o, z, weight, eps, rule, with_normed)
+
+
+@implements("gated_rms_norm_backward", "triton")
+def triton_gated_rms_norm_backward(
+    dy: torch.Tensor, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As :func:`reference_gated_rms_norm_backward`; the order of the sum dw follows the number of tokens."""
+    o, z, (tokens, heads, width) = o.contiguous(), _heads_of_rows(z), o.shape
+    do, dz = (torch.empty(o.shape, dtype=torch.bfloat16, device=o.device) for _ in range(2))
+    heads_each = ceil_div(ceil_div(tokens * heads, _BACKWARD_PROGRAMS), _BACKWARD_HEADS) * _BACKWARD_HEADS
+    programs = ceil_div(tokens * heads, heads_each) if tokens else 0
+    dw = torch.empty(programs, width, dtype=torch.float32, device=o.device)
+    if tokens:
+        _gated_norm_backward_kernel[(programs,)](
+            as_type(dy, torch.bfloat16).contiguous(),
+            o,
+            z,
+            weight.contiguous(),
+            do,
+            dz,
+            dw,
+            eps,
+            tokens * heads,
+            heads,
+            heads_each,
+            z.stride(0),
+            z.stride(1),
+            HEADS=_BACKWARD_HEADS,
+            num_warps=_WARPS,
+        )
+    return do, dz, dw.sum(dim=0)
+
+
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +215,7 @@ def _fake(o, *_):
     return o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
 
 
-@operator("gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor", fake=_fake, backends=CPU_ALONE)
+@operator("gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor", fake=_fake)
 def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
     return lookup("gated_rms_norm", o.device)(o, z, weight, eps)
 
@@ -76,7 +227,6 @@ def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
         _fake(o) if with_normed else o.new_empty(0),
         fake_rowwise(_fake(o)),
     ),
-    backends=CPU_ALONE,
 )
 def _gated_rms_norm_quantize(
     o, z, weight, eps: float, rule: str, with_normed: bool
@@ -93,7 +243,6 @@ def _gated_rms_norm_quantize(
         *(x.new_empty(x.shape) for x in (o, z)),
         weight.new_empty(weight.shape, dtype=torch.float32),
     ),
-    backends=REFERENCE,
 )
 def _gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     return lookup("gated_rms_norm_backward", o.device)(dy, o, z, weight, eps)

@@ -42,22 +42,22 @@ def layer(x, b, a, z, taps, a_log, dt_bias, weight, cu) -> tuple[torch.Tensor, .
     return qkv, o, kernels.gated_rms_norm(o, z, weight, EPS)
 
 
-@pytest.mark.parametrize(("seed", "most", "strided"), [(0, 1, False), (1, 7, True), (2, 64, False), (3, 200, True)])
-def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, strided):
+def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths: tuple[int, ...] = LENGTHS) -> None:
     """Steps of a random half of the requests, at most ``most`` new tokens each, next to padded requests. States begin
     as NaN in scattered slots; slots of others keep it."""
-    cu, generator, done = sequences(*LENGTHS), random.Random(seed), [0] * len(LENGTHS)
-    tokens, of_model = (values := inputs(int(cu[-1])))[:4], values[4:]
+    cu, generator, done = sequences(*lengths), random.Random(seed), [0] * len(lengths)
+    tokens, of_model = (values := [x.to(device) for x in inputs(int(cu[-1]))])[:4], values[4:]
     taps, a_log, dt_bias, weight = of_model
-    slots = generator.sample(range(12), len(LENGTHS))
+    slots = generator.sample(range(12), len(lengths))
     conv, state = torch.full((12, COLUMNS, 3), torch.nan).bfloat16().mT, torch.full((12, HEADS, 128, 128), torch.nan)
     if strided:  # a page holds more than the state, whose last two dimensions are exchanged
         state = torch.full((12, HEADS, 130, 128), torch.nan)[:, :, :128].mT
     else:
         conv = conv.contiguous()
+    conv, state = conv.to(device), state.to(device)
     with torch.no_grad():
-        whole = layer(*values, cu)
-        while left := [request for request, length in enumerate(LENGTHS) if done[request] < length]:
+        whole = layer(*values, cu.to(device))
+        while left := [request for request, length in enumerate(lengths) if done[request] < length]:
             step = []  # first token, stop, tokens before, slot
             for request in generator.sample(left, (len(left) + 1) // 2):
                 start = int(cu[request]) + done[request]
@@ -67,7 +67,7 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
             spans = [slice(*part[:2]) for part in step]
             x, b, a, z = (torch.cat([t[span] for span in spans]) for t in tokens)
             computed, at = (torch.tensor([part[i] for part in step], dtype=torch.int32) for i in (2, 3))
-            places = at, computed, sequences(*(part[1] - part[0] for part in step))
+            places = [x.to(device) for x in (at, computed, sequences(*(part[1] - part[0] for part in step)))]
             qkv = kernels.causal_conv1d_update(x, taps, conv, *places)
             o = kernels.gated_delta_rule_update(qkv, b, a, a_log, dt_bias, state, *places)
             for got, want in zip((qkv, o, kernels.gated_rms_norm(o, z, weight, EPS)), whole, strict=True):
@@ -78,18 +78,27 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
         assert all(states[slot].isnan().all() for slot in range(12) if slot not in slots)
 
 
-def test_a_sequence_depends_on_no_other_one():
+@pytest.mark.parametrize(("seed", "most", "strided"), [(0, 1, False), (1, 7, True), (2, 64, False), (3, 200, True)])
+def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, strided):
+    check_cuts(seed, most, strided)
+
+
+def check_sequences_alone(device: str = "cpu") -> None:
     cu = sequences(*LENGTHS)
-    values = inputs(int(cu[-1]))
+    values = [x.to(device) for x in inputs(int(cu[-1]))]
     with torch.no_grad():
-        whole = layer(*values, cu)
+        whole = layer(*values, cu.to(device))
         for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-            alone = layer(*(t[start:stop] for t in values[:4]), *values[4:], sequences(stop - start))
+            alone = layer(*(t[start:stop] for t in values[:4]), *values[4:], sequences(stop - start).to(device))
             assert all(torch.equal(part, want[start:stop]) for part, want in zip(alone, whole, strict=True))
         values[0][140] = torch.nan  # in the fourth sequence
         others = torch.arange(int(cu[-1]))[[*range(140), *range(198, int(cu[-1]))]]
-        for got, want in zip(layer(*values, cu), whole, strict=True):
+        for got, want in zip(layer(*values, cu.to(device)), whole, strict=True):
             assert got[140].isnan().all() and torch.equal(got[others], want[others])
+
+
+def test_a_sequence_depends_on_no_other_one():
+    check_sequences_alone()
 
 
 def test_the_layer_is_transformers():

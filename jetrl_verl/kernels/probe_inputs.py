@@ -18,6 +18,24 @@ LENGTHS = (5, 1, 149)
 """Tokens of the sequences; the last one has two blocks of 128 keys."""
 
 
+class Variant(NamedTuple):
+    """What of a model chooses among variants of the operations.
+
+    Attributes:
+        head_dim, rotary_dim: features of an attention head, and its rotated ones.
+        unit_offset: whether norms multiply by ``1 + weight``. delta_net: whether it has gated delta nets.
+    """
+
+    head_dim: int = 128
+    rotary_dim: int = 128
+    unit_offset: bool = False
+    delta_net: bool = False
+
+
+PLAIN = Variant()
+"""Of most models."""
+
+
 class ProbeInputs(NamedTuple):
     """Inputs of any model's operations: 155 tokens, hidden size 384, 4 query heads, 2 KV heads, 200 logits."""
 
@@ -34,6 +52,7 @@ class ProbeInputs(NamedTuple):
     temperature: torch.Tensor
     logits: torch.Tensor
     following: torch.Tensor
+    unit_offset: bool
 
     @property
     def sequences(self) -> tuple:
@@ -42,8 +61,8 @@ class ProbeInputs(NamedTuple):
 
 
 @cache
-def probe_inputs(device: torch.device, head_dim: int = 128) -> ProbeInputs:
-    """:class:`ProbeInputs` on ``device`` with heads of ``head_dim``."""
+def probe_inputs(device: torch.device, variant: Variant = PLAIN) -> ProbeInputs:
+    """:class:`ProbeInputs` on ``device`` of models of a variant."""
     generator = torch.Generator().manual_seed(20260122)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -53,15 +72,16 @@ def probe_inputs(device: torch.device, head_dim: int = 128) -> ProbeInputs:
     x, residual, weight, head = normal(tokens, 384), normal(tokens, 384), normal(384), normal(200, 384)
     # Not the results of kernels.logits, so that a difference shows in the operation that makes it alone.
     logits = torch.randn(tokens, 200, generator=generator, device="cpu").to(device)
-    q, k, v = (normal(tokens, heads, head_dim) for heads in (4, 2, 2))
+    q, k, v = (normal(tokens, heads, variant.head_dim) for heads in (4, 2, 2))
     return ProbeInputs(
         *(x, residual, weight, head, q, k, v),
-        table=rotary_table(head_dim, 2048, {"rope_theta": 1e6}).to(device),
+        table=rotary_table(variant.rotary_dim, 2048, {"rope_theta": 1e6}).to(device),
         positions=torch.arange(2047, 2047 - tokens, -1, device=device),
         cu_seqlens=torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32),
         temperature=torch.linspace(0.3, 2, tokens).to(device),
         logits=logits,
         following=torch.arange(tokens, device=device)[:, None],
+        unit_offset=variant.unit_offset,
     )
 
 

@@ -322,7 +322,7 @@ def _fake(x, *_):
 @operator(
     "rms_norm(Tensor x, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=_fake,
-    probe=lambda inputs: rms_norm(inputs.x, inputs.weight, 1e-6),
+    probe=lambda inputs: rms_norm(inputs.x, inputs.weight, 1e-6, inputs.unit_offset),
 )
 def _rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
@@ -335,7 +335,7 @@ def _rms_norm(
 @operator(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    probe=lambda inputs: add_rms_norm(inputs.x, inputs.residual, inputs.weight, 1e-6),
+    probe=lambda inputs: add_rms_norm(inputs.x, inputs.residual, inputs.weight, 1e-6, inputs.unit_offset),
 )
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
@@ -362,7 +362,7 @@ def add_rms_norm(
     "rms_norm_quantize_1x128(Tensor x, Tensor weight, float eps, str rule, bool unit_offset=False)"
     " -> (Tensor, Tensor, Quantized)",
     fake=lambda x, *_: (*_fake(x), fake_rowwise(x)),
-    probe=lambda inputs: rms_norm_quantize_1x128(inputs.x, inputs.weight, 1e-6, "fp32"),
+    probe=lambda inputs: rms_norm_quantize_1x128(inputs.x, inputs.weight, 1e-6, "fp32", inputs.unit_offset),
 )
 def _rms_norm_quantize(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, unit_offset: bool = False
@@ -381,7 +381,7 @@ def _rms_norm_quantize(
         fake_rowwise(x),
     ),
     probe=lambda inputs: add_rms_norm_quantize_1x128(
-        inputs.x, inputs.residual, inputs.weight, 1e-6, "fp32", with_normed=False
+        *(inputs.x, inputs.residual, inputs.weight, 1e-6, "fp32"), with_normed=False, unit_offset=inputs.unit_offset
     ),
 )
 def _add_rms_norm_quantize(

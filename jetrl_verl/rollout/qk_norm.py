@@ -30,6 +30,11 @@ VLLMS_ATTENTION, ATTENTION = "vllm::unified_attention_with_output", "jetrl::qk_n
 VLLMS_DELTA_NET, DELTA_NET = "vllm::qwen_gdn_attention_core", "jetrl::delta_net"
 
 
+def text_positions(positions: torch.Tensor) -> torch.Tensor:
+    """``[N]`` of these, or of mRoPE's ``[3, N]``: rows are equal for text, all that an engine accepts."""
+    return positions[0] if positions.ndim == 2 else positions
+
+
 def heads_of(qkv: torch.Tensor, layer: vllm.Attention) -> tuple[torch.Tensor, ...]:
     """Queries ``[N, Hq, D]``, keys and values ``[N, Hk, D]`` in a merged projection; a query's gate follows it."""
     width, kv_heads = layer.head_size, layer.num_kv_heads
@@ -58,14 +63,15 @@ def qk_norm_attention(
 
     Args:
         qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection; with gates ``[N, (2 Hq + 2 Hk) D]``.
-        q_weight, k_weight: ``[D]``. eps, unit_offset: of both norms.
-        table: ``[P, R]`` BF16, from ``kernels.rotary_table``. positions: ``[N]`` int64 or int32, below P.
+        q_weight, k_weight: ``[D]``. eps, unit_offset: of both norms. table: ``[P, R]`` BF16, from
+            ``kernels.rotary_table``.
+        positions: int64 or int32, below P, as for :func:`text_positions`.
         out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
         layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
     _, layer, kv_cache, slots = vllm.get_attention_context(layer_name)
     q, k, v = heads_of(qkv, layer)
-    parameters = q_weight, k_weight, eps, table, positions.flatten(), unit_offset
+    parameters = q_weight, k_weight, eps, table, text_positions(positions), unit_offset
     if slots is None:  # vLLM profiles memory, and there is no cache
         q, _ = kernels.norm_rotary(q, k, *parameters)
     else:

@@ -18,42 +18,60 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.models import family
-from jetrl_verl.models.families.base import leaf
+from jetrl_verl.models.families.base import Family, leaf, read
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, share_experts
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.method import JetLinearMethod
-from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
+from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention, text_positions
 
 _MODEL = "the model of this engine"
 """The model, in a message about a layer of it."""
 
 
-class SharedRMSNorm(ReadByLinear, vllm.RMSNorm):
-    """Residual addition and RMSNorm over whole rows, with a weight."""
+class _SharedNorm(ReadByLinear):
+    """Mixin of vLLM's norms: residual addition and RMSNorm over whole rows, with a weight.
+
+    Attributes:
+        unit_offset: whether the factor of a normalized row is ``1 + weight``.
+    """
 
     unit_offset = False
+
+    def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
+        weight, eps, reader, rule = self.weight, self.variance_epsilon, self.reader_format, self.reader_rule
+        offset = {"unit_offset": self.unit_offset}
+        if isinstance(x, UncombinedRows):  # after a mixture, so with a residual
+            call = *x, residual, weight, eps
+            if reader is None:
+                return kernels.combine_add_rms_norm(*call, **offset)
+            return reader.combine_add_rms_norm(*call, rule, with_normed=self.keeps_rows, **offset)
+        if residual is None:
+            if reader is None:
+                return kernels.rms_norm(x, weight, eps, **offset)
+            return reader.rms_norm(x, weight, eps, rule, **offset)
+        if reader is None:
+            return kernels.add_rms_norm(x, residual, weight, eps, **offset)
+        return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows, **offset)
+
+
+class SharedRMSNorm(_SharedNorm, vllm.RMSNorm):
+    """Factor ``weight``."""
 
     def check(self) -> None:
         if self.variance_size_override is not None or not self.has_weight:
             refuse("operation_replaced_in_vllm", what="a norm without a weight or over a part of a row")
 
-    def _forward_shared(self, x: torch.Tensor | UncombinedRows, residual: torch.Tensor | None = None):
-        weight, eps, reader, rule = self.weight, self.variance_epsilon, self.reader_format, self.reader_rule
-        if isinstance(x, UncombinedRows):  # after a mixture, so with a residual
-            call = *x, residual, weight, eps
-            if reader is None:
-                return kernels.combine_add_rms_norm(*call)
-            return reader.combine_add_rms_norm(*call, rule, with_normed=self.keeps_rows)
-        if residual is None:
-            if reader is None:
-                return kernels.rms_norm(x, weight, eps)
-            return reader.rms_norm(x, weight, eps, rule)
-        if reader is None:
-            return kernels.add_rms_norm(x, residual, weight, eps)
-        return reader.add_rms_norm(x, residual, weight, eps, rule, with_normed=self.keeps_rows)
+
+class SharedGemmaRMSNorm(_SharedNorm, vllm.GemmaRMSNorm):
+    """Factor ``1 + weight``; no subclass of the other."""
+
+    unit_offset = True
+
+    def check(self) -> None:
+        """All are covered."""
 
 
 class SharedRMSNormGated(ReadByLinear, vllm.RMSNormGated):
@@ -89,13 +107,10 @@ class _SharedRotary:
     def check(self) -> None:
         if not self.is_neox_style:
             refuse("operation_replaced_in_vllm", what="rotary of interleaved pairs")
-        if self.rotary_dim != self.head_size:
-            part = f"rotary of {self.rotary_dim} of the {self.head_size} features of a head"
-            refuse("partial_rotary", what=_MODEL, why=f"the shared operations do not cover {part}")
 
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
         heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
-        rotated = kernels.rotary(*heads, self.cos_sin_cache, positions.flatten())
+        rotated = kernels.rotary(*heads, self.cos_sin_cache, text_positions(positions))
         return tuple(x.flatten(1) for x in rotated)
 
 
@@ -105,6 +120,15 @@ class SharedRotaryEmbedding(_SharedRotary, vllm.RotaryEmbedding):
 
 class SharedLlama3RotaryEmbedding(_SharedRotary, vllm.Llama3RotaryEmbedding):
     """Rotary with Llama 3's scaled frequencies, which are in the table."""
+
+
+class SharedMRotaryEmbedding(_SharedRotary, vllm.MRotaryEmbedding):
+    """Rotary of mRoPE with text alone, whose three rows of positions are equal: one frequency per pair of elements."""
+
+    def check(self) -> None:
+        super().check()
+        if self.scaling_factor is not None:
+            refuse("rope_type", what=_MODEL, why="the shared operations do not cover YaRN")
 
 
 class SharedLogitsProcessor(vllm.LogitsProcessor):
@@ -135,10 +159,12 @@ REACHES = ("vllm.model_executor.custom_op:CustomOp._forward_method",)
 
 _SHARED: dict[type, type] = {
     vllm.RMSNorm: SharedRMSNorm,
+    vllm.GemmaRMSNorm: SharedGemmaRMSNorm,
     vllm.RMSNormGated: SharedRMSNormGated,
     vllm.SiluAndMul: SharedSiluAndMul,
     vllm.RotaryEmbedding: SharedRotaryEmbedding,
     vllm.Llama3RotaryEmbedding: SharedLlama3RotaryEmbedding,
+    vllm.MRotaryEmbedding: SharedMRotaryEmbedding,
     vllm.LogitsProcessor: SharedLogitsProcessor,
     vllm.Qwen3Attention: SharedQwen3Attention,
     vllm.Qwen3MoeAttention: SharedQwen3MoeAttention,
@@ -165,15 +191,30 @@ def _hybrid_classes() -> dict[type, type]:
     return delta_net.SHARED | gated_attention.SHARED
 
 
-def _own_rotary(stock: vllm.RotaryEmbeddingBase, rope_parameters: Mapping[str, Any]) -> vllm.RotaryEmbeddingBase:
+def _own_rotary(stock: vllm.RotaryEmbeddingBase, config: Any) -> vllm.RotaryEmbeddingBase:
     """A copy with the shared table; vLLM keeps ``stock`` for every engine of the process."""
     own = copy.copy(stock)
     # A shallow copy shares the dictionary.
     own._buffers = {}
     _share(own)
-    table = kernels.rotary_table(own.head_size, own.max_position_embeddings, rope_parameters)
+    if own.rotary_dim != family(config).rotary_dim(config):
+        part = f"rotary of {own.rotary_dim} of the {own.head_size} features of a head"
+        refuse("partial_rotary", what=_MODEL, why=f"its configuration does not say {part}")
+    # Of as many positions as the trainer's; MRotaryEmbedding has four times as many.
+    positions = read(config, "max_position_embeddings")
+    table = kernels.rotary_table(own.rotary_dim, positions, read(config, "rope_parameters"))
     own.register_buffer("cos_sin_cache", table.to(stock.cos_sin_cache.device), persistent=False)
     return own
+
+
+_EVERYWHERE = (vllm.RMSNorm, vllm.GemmaRMSNorm, vllm.RMSNormGated, vllm.SiluAndMul, vllm.LogitsProcessor)
+"""Classes that are replaced wherever a model has them."""
+
+
+def _check_norm(norm: torch.nn.Module, names: Family) -> None:
+    """Refuse a norm of a class that :func:`_share` does not know, which would stay vLLM's, or not its family's."""
+    if not isinstance(norm, _SharedNorm) or norm.unit_offset != names.unit_offset:
+        refuse("operation_replaced_in_vllm", what=f"a norm of the class {type(norm).__name__}")
 
 
 def share_operations(
@@ -195,16 +236,19 @@ def share_operations(
         for name, module in parent.named_children():
             if isinstance(module, vllm.RotaryEmbeddingBase):
                 if module not in rotaries:
-                    rotaries[module] = _own_rotary(module, config.rope_parameters)
+                    rotaries[module] = _own_rotary(module, config)
                 setattr(parent, name, rotaries[module])
     for module in model.modules():
-        if isinstance(module, vllm.RMSNorm | vllm.RMSNormGated | vllm.SiluAndMul | vllm.LogitsProcessor):
+        if isinstance(module, _EVERYWHERE):
             _share(module)
     share_attention_layers(model, kv_cache)
     decoder = family(config)
+    _check_norm(decoder.module(model, decoder.final_norm), decoder)
     classes = _SHARED if decoder.delta_net is None else _SHARED | _hybrid_classes()
     for layer, names in decoder.named_layers(model):
         part = layer.get_submodule
+        for norm in names.norms:
+            _check_norm(part(norm), names)
         if names.q_norm:
             parts = (names.qkv, names.q_norm, names.k_norm, names.rotary, names.core, names.o)
             part(names.attention).parts = tuple(map(leaf, parts))

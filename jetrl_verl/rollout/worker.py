@@ -153,8 +153,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         run = dict(
             rollout=True,
             mixture=None if names.experts is None else config.format_name,
-            head_dim=names.head_dim(model),
-            delta_net=names.delta_net is not None,
+            variant=names.variant(model),
         )
         operations = stated_operations(self.device, config.operations, config.kv_cache.traits.name, **run)
         return self._jetrl_receiver.verify(

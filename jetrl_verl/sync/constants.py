@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from jetrl_verl.formats.sums import odd_constants, row_sums
-from jetrl_verl.models.families.base import Family
+from jetrl_verl.models.families.base import Family, norm_eps
 
 
 def constants_of(
@@ -35,12 +35,12 @@ def constants_of(
         vocabulary: first entries of the vocabulary that may be sampled. masked: those among them that may not.
     """
     get = decoder.module
-    constants = {f"eps of {decoder.final_norm}": _eps(get(model, decoder.final_norm))}
+    constants = {f"eps of {decoder.final_norm}": norm_eps(get(model, decoder.final_norm))}
     for i, (layer, names) in enumerate(decoder.named_layers(model)):
         at = f"{decoder.layers}.{i}"
         gated_norm = () if names.delta_net is None else (names.delta_net.norm,)
         for norm in (*names.norms, *gated_norm):
-            constants[f"eps of {at}.{norm}"] = _eps(layer.get_submodule(norm))
+            constants[f"eps of {at}.{norm}"] = norm_eps(layer.get_submodule(norm))
         if names.delta_net is None:
             constants[f"the scale of {at}.{names.attention}"] = scale(layer, names)
         else:
@@ -62,11 +62,6 @@ def constants_of(
     constants["the vocabulary with a token"] = vocabulary
     constants["masked tokens"] = list(masked)
     return constants
-
-
-def _eps(norm: torch.nn.Module) -> float:
-    """eps of an RMS norm: classes of both sides call it one or the other."""
-    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 def _heads(delta_net: torch.nn.Module) -> str:

@@ -24,9 +24,11 @@ from jetrl_verl.kernels.probe_inputs import (
     EXPERTS,
     LENGTHS,
     PER_TOKEN,
+    PLAIN,
     ROWS,
     MixtureInputs,
     ProbeInputs,
+    Variant,
     mixture_inputs,
     probe_inputs,
 )
@@ -91,7 +93,7 @@ def _pages(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
 def _heads(inputs: ProbeInputs, kv_cache: KVCache, rollout: bool) -> torch.Tensor:
     """Queries after QK norm and rotary, and keys and values as read from the cache: ``[N, H + 2 Hkv, D]``."""
     weights = inputs.weight.repeat(2)[: 2 * inputs.q.shape[-1]].chunk(2)
-    others = (*weights, 1e-6, inputs.table, inputs.positions, False)
+    others = (*weights, 1e-6, inputs.table, inputs.positions, inputs.unit_offset)
     if rollout:
         pages, slots = _pages(inputs, kv_cache), _places(inputs.q.device).slots
         q = kv_cache.norm_rotary_write((inputs.q, inputs.k, inputs.v, *others), pages, slots)
@@ -244,21 +246,19 @@ def stated_operations(
     *,
     rollout: bool = False,
     mixture: str | None = None,
-    head_dim: int = 128,
-    delta_net: bool = False,
+    variant: Variant = PLAIN,
 ) -> dict[str, int]:
     """A side's statement about ``"shared"`` operations: operation -> sum of its result bits, modulo 2^64; else empty.
 
     Args:
         kv_cache: format of the rollout's cache (``formats.CACHES``). rollout: whether this side is the rollout.
-        mixture: format of a mixture's experts; None for a dense model. head_dim: of the model's attention.
-        delta_net: whether the model has gated delta nets.
+        mixture: format of a mixture's experts; None for a dense model. variant: of the model.
     """
     if operations != "shared":
         return {}
     with torch.no_grad():
-        inputs = probe_inputs(device, head_dim)
-        return _sums(_results(inputs, formats.kv_cache(kv_cache), rollout, mixture, delta_net))
+        inputs = probe_inputs(device, variant)
+        return _sums(_results(inputs, formats.kv_cache(kv_cache), rollout, mixture, variant.delta_net))
 
 
 def stated_probe(device: torch.device, format_name: str, scale_rule: str) -> int | None:

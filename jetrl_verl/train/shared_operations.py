@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
-from jetrl_verl.models.families.base import Experts, Family, leaf
+from jetrl_verl.models.families.base import Experts, Family, leaf, norm_eps, read
 from jetrl_verl.models.modules import check_operations_of
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.chunked_logits import KEPT_BYTES, Compute, mask_unused, per_token
@@ -72,13 +72,13 @@ def _find_sequences(
 
 
 def _norm_forward(
-    self: nn.Module, hidden_states: torch.Tensor, *, readers: Sequence[nn.Module] = ()
+    self: nn.Module, hidden_states: torch.Tensor, *, unit_offset: bool, readers: Sequence[nn.Module] = ()
 ) -> torch.Tensor | QuantizedTensor:
     """Quantized if only ``readers`` read the result, and all accept it."""
     if not readers or not accept_quantized(readers):
-        return kernels.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return kernels.rms_norm(hidden_states, self.weight, norm_eps(self), unit_offset)
     reader = readers[0]
-    return reader.format.rms_norm(hidden_states, self.weight, self.variance_epsilon, reader.scale_rule)
+    return reader.format.rms_norm(hidden_states, self.weight, norm_eps(self), reader.scale_rule, unit_offset)
 
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
@@ -108,7 +108,7 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixt
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``position_embeddings`` of the layers: table ``[P, D]`` and positions ``[B * T]``; rows of mRoPE are equal."""
+    """``position_embeddings`` of the layers: table ``[P, R]`` and positions ``[B * T]``; rows of mRoPE are equal."""
     position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     # Not a buffer, since FSDP would cast it and its dtype is part of the contract.
     self.shared_table = self.shared_table.to(x.device)
@@ -133,8 +133,8 @@ def _attention_forward(
         q, gate = q.unflatten(1, (-1, 2)).unbind(2)
     if family.q_norm:
         q_norm, k_norm = getattr(self, leaf(family.q_norm)), getattr(self, leaf(family.k_norm))
-        eps = q_norm.variance_epsilon
-        q, k = kernels.norm_rotary(q, k, q_norm.weight, k_norm.weight, eps, *position_embeddings)
+        of_norm = q_norm.weight, k_norm.weight, norm_eps(q_norm)
+        q, k = kernels.norm_rotary(q, k, *of_norm, *position_embeddings, family.unit_offset)
     else:
         q, k = kernels.rotary(q, k, *position_embeddings)
     if packing.tokens is None:
@@ -240,7 +240,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         part = layer.get_submodule
         readers = {handoff.source: [part(reader) for reader in handoff.readers] for handoff in names.handoffs}
         for norm in names.norms:
-            replace("norm", part(norm), _norm_forward, readers=readers.get(norm, ()))
+            replace("norm", part(norm), _norm_forward, unit_offset=names.unit_offset, readers=readers.get(norm, ()))
         first = part(names.attention)
         if names.delta_net is None:
             first.core = AttentionCore(first.scaling, formats.kv_cache(kv_cache), model.is_gradient_checkpointing)
@@ -253,10 +253,10 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         else:
             replace("mixture", part(mixture.block), _mixture_forward, mixture=mixture)
             replace("router", part(mixture.router), _router_forward)
-    replace("norm", model.get_submodule(family.final_norm), _norm_forward)
+    replace("norm", model.get_submodule(family.final_norm), _norm_forward, unit_offset=family.unit_offset)
     rotary = model.get_submodule(family.rotary_embedding)
-    head_dim = family.head_dim(config)
-    rotary.shared_table = kernels.rotary_table(head_dim, config.max_position_embeddings, config.rope_parameters)
+    width, positions = family.rotary_dim(config), read(config, "max_position_embeddings")
+    rotary.shared_table = kernels.rotary_table(width, positions, read(config, "rope_parameters"))
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
     head.used_vocabulary = None

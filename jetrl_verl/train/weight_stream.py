@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.kernels.probe_inputs import PLAIN, Variant
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import Family, leaf, read
@@ -56,8 +57,7 @@ def weight_stream(
     bucket_bytes: int = 2**31,
     constants: Mapping[str, Any] = MappingProxyType({}),
     tied: Mapping[str, str] = MappingProxyType({}),
-    head_dim: int = 128,
-    delta_net: bool = False,
+    variant: Variant = PLAIN,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
 
@@ -68,7 +68,7 @@ def weight_stream(
         metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
         bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
         constants: from :func:`stated_constants`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
-        head_dim: of the model's attention. delta_net: whether it has gated delta nets.
+        variant: of the model (``Family.variant``).
 
     Raises:
         NonFiniteWeightError: after the last weight, if one is NaN or Inf.
@@ -77,7 +77,7 @@ def weight_stream(
     statement = None
     if options.contract_check:
         mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
-        run = dict(mixture=mixture, head_dim=head_dim, delta_net=delta_net)
+        run = dict(mixture=mixture, variant=variant)
         operations = stated_operations(device, options.operations, options.kv_cache, **run)
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)

@@ -28,8 +28,7 @@ class WeightSync(Feature):
         self._constants = stated_constants(module)
         # vLLM reads from the same field whether the head is the embedding.
         config = self.engine.model_config.hf_config
-        self._tied, names = bool(config.tie_word_embeddings), family(config)
-        self._probed = dict(head_dim=names.head_dim(config), delta_net=names.delta_net is not None)
+        self._tied, self._variant = bool(config.tie_word_embeddings), family(config).variant(config)
         self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
         self._tower = f"{family(module.config).tower}."  # the rollout has none, as it gets text
 
@@ -60,7 +59,7 @@ class WeightSync(Feature):
             bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
             constants=self._constants,
             tied=gather.tied,
-            **self._probed,
+            variant=self._variant,
         )
         return stream, None
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels.probe_inputs import Variant
 from jetrl_verl.kernels.vllm_kernels import stated_queries
 from jetrl_verl.sync.operations_probe import stated_operations
 
@@ -171,8 +172,8 @@ def test_in_a_cuda_graph_with_a_plan_made_ahead(head_dim, group, step):
         assert different(out, whole[of]) == 0
 
 
-@pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
-def test_the_contract_checks_probe_passes(head_dim):
+@pytest.mark.parametrize("variant", [Variant(64, 64), Variant(), Variant(256, 256), Variant(256, 64, True)])
+def test_the_contract_checks_probe_passes(variant):
     device = torch.device("cuda")
-    trainer, rollout = (stated_operations(device, "shared", rollout=side, head_dim=head_dim) for side in (False, True))
+    trainer, rollout = (stated_operations(device, "shared", rollout=side, variant=variant) for side in (False, True))
     assert trainer == rollout

@@ -83,7 +83,7 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     device = torch.get_default_device()
     weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
     names = models.family(model.config)
-    run = dict(mixture="fp8" if names.experts else None, head_dim=names.head_dim(model.config))
+    run = dict(mixture="fp8" if names.experts else None, variant=names.variant(model.config))
     stated = stated_operations(device, operations, kv_cache, **run)
     probe = formats.get("fp8").probe(device, RULE)
     if operations == "shared":

@@ -13,7 +13,7 @@ from jetrl_verl import formats, kernels
 from jetrl_verl.formats.caches import _unwritten
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.decode_attention import choose_cluster, native_decode_attention_bf16
-from jetrl_verl.kernels.probe_inputs import mixture_inputs
+from jetrl_verl.kernels.probe_inputs import Variant, mixture_inputs
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.sync.contract import LiveTensor
 from jetrl_verl.sync.operations_probe import _places, stated_operations
@@ -107,11 +107,12 @@ def test_a_side_with_stock_operations_differs_in_every_operation(sums):
 # --- a rollout's KV cache ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_heads_of_the_model_are_probed(sums, head_dim):
-    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, head_dim=head_dim) for side in (False, True))
-    of_heads = {"attention", DECODES["bf16"], "rotary", "norm_rotary"}
-    assert trainer == rollout and {name for name in sums if sums[name] != trainer[name]} == of_heads
+@pytest.mark.parametrize("variant", [Variant(64, 64), Variant(256, 64), Variant(unit_offset=True)])
+def test_heads_and_norms_of_the_model_are_probed(sums, variant):
+    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, variant=variant) for side in (False, True))
+    of_heads = {"attention", DECODES["bf16"], "rotary"}
+    differ = {name for name in OPERATIONS if "rms_norm" in name} if variant.unit_offset else of_heads
+    assert trainer == rollout and {name for name in sums if sums[name] != trainer[name]} == differ | {"norm_rotary"}
 
 
 @pytest.mark.parametrize("cache", formats.CACHES)
@@ -277,6 +278,7 @@ def test_the_native_kernel_computes_the_probes_pages_where_it_is_built(monkeypat
 
 # --- gated delta nets -------------------------------------------------------------------------------------------------
 
+DELTA_NET = Variant(delta_net=True)
 OF_DELTA_NETS = ("causal_conv1d", "gated_delta_rule", "gated_rms_norm", "gated_rms_norm_quantize_1x128")
 
 
@@ -288,15 +290,15 @@ def flip_both_ends(output):
 
 
 def test_both_sides_of_a_gated_delta_net_state_the_same_sums(sums):
-    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, delta_net=True) for side in (False, True))
+    trainer, rollout = (stated_operations(CPU, "shared", rollout=side, variant=DELTA_NET) for side in (False, True))
     assert trainer == rollout and set(trainer) == {*sums, *OF_DELTA_NETS}
 
 
 @pytest.mark.parametrize("operation", [*OF_DELTA_NETS, "causal_conv1d_update", "gated_delta_rule_update"])
 def test_a_flipped_bit_in_an_operation_of_a_gated_delta_net_is_named(monkeypatch, operation):
-    sums = stated_operations(CPU, "shared", delta_net=True)
+    sums = stated_operations(CPU, "shared", variant=DELTA_NET)
     replace_backend(monkeypatch, operation, lambda stock: lambda *call: flip_both_ends(stock(*call)))
-    other = stated_operations(CPU, "shared", delta_net=True, rollout=operation.endswith("_update"))
+    other = stated_operations(CPU, "shared", variant=DELTA_NET, rollout=operation.endswith("_update"))
     with pytest.raises(ContractViolation, match=f"contract check: {operation.removesuffix('_update')} of the shared"):
         verify(sums, other)
 

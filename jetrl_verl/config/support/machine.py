@@ -168,7 +168,7 @@ MODEL_ROWS: dict[str, Row] = {
         "a delta net with heads other than 128, or after a convolution of another width than 4", scope=SHARED
     ),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
-    "partial_rotary": Row("partly rotated heads", scope=SHARED),
+    "partial_rotary": Row("partly rotated heads of other families than Qwen3.5", scope=SHARED),
     "activation": Row("an activation other than SiLU", scope=SHARED),
     "sliding_window": Row("sliding windows", scope=SHARED),
     "soft_cap": Row("soft-capped scores or logits", scope=SHARED),

@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels.probe_inputs import Variant
 
 
 class Unsupported(ValueError):
@@ -85,6 +86,11 @@ def read_whole(config: Any, name: str, default: Any = None) -> Any:
 def read(config: Any, name: str, default: Any = None) -> Any:
     """The same of its decoder: the part ``text_config`` of a model with vision."""
     return read_whole(read_whole(config, "text_config", config), name, default)
+
+
+def norm_eps(norm: Any) -> float:
+    """eps of an RMS norm of either side, whose classes call it one or the other."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
 
 
 class Shape(NamedTuple):
@@ -226,6 +232,7 @@ class Family:
         gated: q has, per head, the queries and then as many gates of the attention's output.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
         unit_offset: all of these norms multiply by 1 + weight.
+        partial_rotary: transformers' class rotates the part of a head that the configuration says.
         qkv, gate_up: vLLM's merged projections. rotary, core: its rotary embedding, attention.
         activation: vLLM's SiLU * up, and the trainer's SiLU under the same name.
         dropouts: dropout rates in the configuration; only the trainer reads them.
@@ -258,6 +265,7 @@ class Family:
     k_norm: str = ""
     gated: bool = False
     unit_offset: bool = False
+    partial_rotary: bool = False
 
     qkv: str = "self_attn.qkv_proj"
     gate_up: str = "mlp.gate_up_proj"
@@ -449,6 +457,16 @@ class Family:
         """Features of one attention head."""
         return read(config, "head_dim", read(config, "hidden_size") // read(config, "num_attention_heads"))
 
+    def rotary_dim(self, config: Any) -> int:
+        """Rotated features of one attention head."""
+        return int(self.head_dim(config) * read(config, "rope_parameters", {}).get("partial_rotary_factor", 1.0))
+
+    def variant(self, config: Any) -> Variant:
+        """What the contract check's probes need to know of a model."""
+        return Variant(
+            self.head_dim(config), self.rotary_dim(config), self.unit_offset, delta_net=self.delta_net is not None
+        )
+
     def divides_heads(self, config: Any, ranks: int) -> bool:
         """Whether the heads divide over ``ranks`` of vLLM or Ulysses, which share key heads if there are fewer."""
         heads = read(config, "num_attention_heads")
@@ -486,10 +504,12 @@ class Family:
         """What the shared operations do not cover of a configuration."""
         rope = read(config, "rope_parameters", {})
         kind, part = rope.get("rope_type", "default"), rope.get("partial_rotary_factor", 1.0)
+        width = self.rotary_dim(config)
+        rotated = part == 1.0 or (self.partial_rotary and width & (width - 1) == 0)
         scores = read(config, "attn_logit_softcapping") or read(config, "final_logit_softcapping")
         for row, wrong, what in (
             ("head_dim", self.head_dim(config) not in kernels.HEAD_DIMS, f"heads of {self.head_dim(config)}"),
-            ("partial_rotary", part != 1.0, f"partial_rotary_factor={part}"),
+            ("partial_rotary", not rotated, f"partial_rotary_factor={part}"),
             ("rope_type", kind not in kernels.ROPE_TYPES, f"rope_type={kind}"),
             ("activation", read(config, "hidden_act") != "silu", f"the activation {read(config, 'hidden_act')}"),
             ("sliding_window", self.slides(config), "sliding window attention"),

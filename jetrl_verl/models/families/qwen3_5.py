@@ -56,5 +56,6 @@ FAMILY = Qwen35(
     k_norm="self_attn.k_norm",
     gated=True,
     unit_offset=True,
+    partial_rotary=True,
     delta_net=DeltaNet(),
 )

@@ -252,9 +252,9 @@ class Trainer:
             if not self._family.q_norm:
                 return _exchanged(kernels, "rotary", rotated)
 
-            def one_by_one(q, k, q_weight, k_weight, eps, table, positions) -> tuple[torch.Tensor, ...]:
-                q = self._ask(leaf(self._family.q_norm), kernels.rms_norm(q, q_weight, eps))
-                k = self._ask(leaf(self._family.k_norm), kernels.rms_norm(k, k_weight, eps))
+            def one_by_one(q, k, q_weight, k_weight, eps, table, positions, unit_offset) -> tuple[torch.Tensor, ...]:
+                q = self._ask(leaf(self._family.q_norm), kernels.rms_norm(q, q_weight, eps, unit_offset))
+                k = self._ask(leaf(self._family.k_norm), kernels.rms_norm(k, k_weight, eps, unit_offset))
                 return rotated(q, k, table, positions)
 
             return _exchanged(kernels, "norm_rotary", one_by_one)

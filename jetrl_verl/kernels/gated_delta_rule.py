@@ -299,7 +299,7 @@ def rule_by_chunks(
     added = at_end @ u
     state = _States.apply(carry, added, begins)
     o = (q * since_begin) @ state + (q @ k.mT * decay) @ (u - w @ state)
-    return o.transpose(1, 2).flatten(0, 1)[row]
+    return o.transpose(1, 2).flatten(0, 1).index_select(0, row)
 
 
 def chunk_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
@@ -429,7 +429,8 @@ class _GatedDeltaRule(torch.autograd.Function):
         (qkv, b, a), (a_log, dt_bias, cu_seqlens) = ctx.saved_tensors, kept(ctx)
         gradients = fla_gradients if qkv.is_cuda and _fla_rule() is not None else chunk_gradients
         rounded = (x.to(torch.bfloat16) for x in (a_log, dt_bias))
-        dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
+        with torch.autocast(qkv.device.type, enabled=False):  # products stay FP32
+            dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
         return as_type(dqkv, qkv.dtype), db, da, as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None
 
 

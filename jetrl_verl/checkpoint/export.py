@@ -39,7 +39,7 @@ from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading, writing
 from jetrl_verl.models import family, model_types
-from jetrl_verl.models.families.base import Experts, place
+from jetrl_verl.models.families.base import Experts, Family, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
@@ -49,7 +49,6 @@ FACTS = "jetrl_export.json"
 SHARD_BYTES = 4 * 2**30
 
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -279,27 +278,33 @@ def _write(
 ) -> Exported:
     """Write one folder: layers of ``plans`` in FP8, the rest in BF16."""
     config = checkpoint.config
-    layers, mixture = config.get("num_hidden_layers", 0), _mixture(config)
-    weights = checkpoint.tensors()
+    decoder = _decoder(config)
+    weights, mixture, names = checkpoint.tensors(), decoder.experts, []
     if mixture is not None:
         weights, plans = one_by_one(weights, mixture), _of_each_expert(plans, mixture)
-    names = [f"{family(config).layers}.{layer}.{suffix}.weight" for layer in range(layers) for suffix in plans]
-    if not plans and checkpoint.masters and FOLDED in config:
-        weights = unfolded(weights, config.pop(FOLDED), family(config))
-    weights = _checked(weights, names, plans, bool(config.get("tie_word_embeddings")))
-    digest = _Digest(bool(config.get("tie_word_embeddings")))
+    if plans:
+        for layer, kind in enumerate(decoder.kinds(config)):
+            absent = set(decoder.projections) - set(kind.projections)
+            names += [f"{decoder.layers}.{layer}.{suffix}.weight" for suffix in plans if suffix not in absent]
+    elif checkpoint.masters and FOLDED in config:
+        weights = unfolded(weights, config.pop(FOLDED), decoder)
+    digest = _Digest(decoder, bool(config.get("tie_word_embeddings")))
+    weights = _checked(weights, names, plans, digest.tied)
     stream = digest.of(quantize_stream(weights, plans, options.scale_rule))
     files, size, quantized = _save(stream, folder, shard_bytes)
 
     if mixture is not None:
         # transformers 5 writes another name; earlier releases read the published one.
         config.setdefault(mixture.count[0], mixture.number(config))
-    config["dtype"] = "bfloat16"
-    config.pop("torch_dtype", None)  # the older name of the same key
+    for part in (config, config.get("text_config"), config.get("vision_config")):
+        if part is not None:
+            part["dtype"] = "bfloat16"
+            part.pop("torch_dtype", None)  # the older name of the same key
     if plans:
         kept = [name.removesuffix(".weight") for name in names if not plan_of(name, plans).quantized]
         if mixture is not None:
-            kept += [f"{family(config).layers}.{layer}.{mixture.router}" for layer in range(layers)]
+            kept += [f"{decoder.layers}.{layer}.{mixture.router}" for layer in range(len(decoder.kinds(config)))]
+        kept += digest.of_the_tower
         config["quantization_config"] = formats.get(options.number_format).huggingface_config(["lm_head", *kept])
         facts = {"source": str(checkpoint.source.resolve()), "digest": f"{digest.value:#018x}", **asdict(options)}
         (folder / FACTS).write_text(json.dumps(facts, indent=2))
@@ -313,9 +318,10 @@ def _write(
     return Exported(folder, files, size, quantized, digest.value)
 
 
-def _mixture(config: Mapping[str, Any]) -> Experts | None:
-    """Names of a mixture's experts; None for a dense model and for an unknown type."""
-    return family(config).experts if config.get("model_type") in model_types() else None
+def _decoder(config: Mapping[str, Any]) -> Family:
+    """The model's family; one with the usual names for an unknown type, of which no layer is quantized."""
+    model_type = config["model_type"]
+    return family(config) if model_type in model_types() else Family(model_type)
 
 
 def one_by_one(weights: Iterable[tuple[str, torch.Tensor]], mixture: Experts) -> Iterator[tuple[str, torch.Tensor]]:
@@ -352,10 +358,17 @@ def _of_each_expert(plans: Mapping[str, LinearPlan], mixture: Experts) -> dict[s
 
 
 class _Digest:
-    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it."""
+    """Sum of the contract's sums over a stream, modulo 2^64, as an unsharded rollout logs it.
 
-    def __init__(self, tied: bool) -> None:
-        self.value, self._tied = 0, tied
+    Attributes:
+        tied: names of the head and the embedding if they are one tensor, else empty.
+        of_the_tower: modules of a vision tower with a matrix; a rollout has no tower, so none is in the sum.
+    """
+
+    def __init__(self, decoder: Family, tied: bool) -> None:
+        self.value, self.of_the_tower = 0, []
+        self.tied = (f"{decoder.head}.weight", f"{decoder.embedding}.weight") if tied else ()
+        self._tower = f"{decoder.tower}."
 
     def of(
         self, stream: Iterable[tuple[str, torch.Tensor | QuantizedWeight]]
@@ -364,9 +377,11 @@ class _Digest:
         for name, value in stream:
             if isinstance(value, QuantizedWeight):
                 self._add(value.format.sums(value))
+            elif name.startswith(self._tower):
+                self.of_the_tower += [name.removesuffix(".weight")] if value.ndim == 2 else []
             else:
                 # Trainer and rollout count a tied embedding under both of its names.
-                self._add(row_sums(value), times=1 + (self._tied and name == _EMBEDDING))
+                self._add(row_sums(value), times=1 + (name in self.tied))
             yield name, value
 
     def _add(self, sums: torch.Tensor, times: int = 1) -> None:
@@ -374,9 +389,16 @@ class _Digest:
 
 
 def _checked(
-    weights: Iterable[tuple[str, torch.Tensor]], expected: Iterable[str], plans: Mapping[str, LinearPlan], tied: bool
+    weights: Iterable[tuple[str, torch.Tensor]],
+    expected: Iterable[str],
+    plans: Mapping[str, LinearPlan],
+    tied: tuple[str, ...],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The stream without the second name of a tied embedding. Raises if tensors do not match ``config.json``."""
+    """The stream without the head of a tied embedding. Raises if tensors do not match ``config.json``.
+
+    Args:
+        tied: names of the head and the embedding if they are one tensor, else empty.
+    """
     missing = set(expected)
     shared: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
@@ -392,17 +414,17 @@ def _checked(
                     "the configuration do not belong together."
                 )
             missing.remove(name)
-        if tied and name in (_HEAD, _EMBEDDING):
+        if name in tied:
             shared[name] = tensor
-            if len(shared) == 2 and not torch.equal(shared[_HEAD].bfloat16(), shared[_EMBEDDING].bfloat16()):
+            if len(shared) == 2 and not torch.equal(*(one.bfloat16() for one in shared.values())):
+                head, embedding = tied
                 raise UserError(
-                    f"{_HEAD} differs from {_EMBEDDING}, which config.json ties; set tie_word_embeddings to false."
+                    f"{head} differs from {embedding}, which config.json ties; set tie_word_embeddings to false."
                 )
-            if name == _HEAD:
+            if name == tied[0]:
                 continue
         yield name, tensor
-    if tied and _EMBEDDING not in shared:
-        missing.add(_EMBEDDING)
+    missing |= set(tied[1:]) - shared.keys()
     if missing:
         raise UserError(f"{min(missing)} is not in the checkpoint ({len(missing)} missing); copy the folder again.")
 

@@ -15,6 +15,7 @@ from tiny_models import tiny_model
 from jetrl_verl import formats
 from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation
@@ -22,71 +23,90 @@ from jetrl_verl.sync.statement import ContractViolation
 RULE = "fp32"
 
 
-def trainer(seed: int):
-    """FP32 master weights; the MLP does not fit 128x128 blocks and is skipped."""
-    return tiny_model("qwen2", seed, vocab_size=96, hidden_size=256, intermediate_size=320)
+POLICIES = {
+    "qwen2": (dict(hidden_size=256, intermediate_size=320), {}, "skip", (8, 19)),
+    "qwen3_5": (dict(tie_word_embeddings=True), dict(block_size=64, max_num_batched_tokens=64), "stop", (19, 23)),
+}
+"""Changes of a tiny model, arguments of its engine, the option ``unfit_layers``, and FP8 and BF16 tensors in vLLM. One
+has an MLP that does not fit 128x128 blocks, the other a vision tower and delta nets."""
+
+
+class Policy:
+    """A trainer's FP32 master weights, and the folder exported from them."""
+
+    def __init__(self, model_type: str, root) -> None:
+        changes, self.arguments, self.unfit_layers, self.counts = POLICIES[model_type]
+        self.trainer = tiny_model(model_type, 1, vocab_size=96, **changes)
+        self.decoder, self.folder = family(self.trainer.config), root / "fp8"
+        self.trainer.save_pretrained(root / "policy")
+        export(root / "policy", self.folder, ExportOptions("fp8", unfit_layers=self.unfit_layers))
+
+    def verify(self, model, weights) -> dict:
+        """The contract check of a weight sync, against a trainer with these weights."""
+        from jetrl_verl.rollout.live import live_tensors
+
+        sent = {name: tensor for name, tensor in weights.items() if ".visual." not in name}
+        probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
+        plans = plan_linears(self.trainer.config, unfit_layers=self.unfit_layers)
+        receiver = receiver_of(quantize_stream(sent.items(), plans, RULE), scale_rule=RULE, probe=probe)
+        return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
+
+
+@pytest.fixture(scope="module", params=POLICIES)
+def policy(request, tmp_path_factory):
+    return Policy(request.param, tmp_path_factory.mktemp("export"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("export")
-    trainer(1).save_pretrained(root / "policy")
-    export(root / "policy", root / "fp8", ExportOptions("fp8", unfit_layers="skip"))
-    return root / "fp8"
-
-
-@pytest.fixture(scope="module")
-def model(folder, cpu_platform):
+def model(policy, cpu_platform):
     """vLLM's model, loaded from the exported folder."""
-    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers="skip")
+    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers=policy.unfit_layers)
     with vllm_engine.cpu_settings():
-        _, worker = vllm_engine.start(folder, options)
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        _, worker = vllm_engine.start(policy.folder, options, **policy.arguments)
         yield worker.model_runner.model
+        del worker
+        cleanup_dist_env_and_memory()
 
 
-def verify(model, weights) -> dict:
-    """The contract check of a weight sync, against a trainer with these weights."""
-    from jetrl_verl.rollout.live import live_tensors
-
-    reference = trainer(1)
-    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
-    plans = plan_linears(reference.config, unfit_layers="skip")
-    receiver = receiver_of(quantize_stream(weights.items(), plans, RULE), scale_rule=RULE, probe=probe)
-    return receiver.verify(live_tensors(model), scale_rule=RULE, probe=probe)
+def test_loaded_parameters_equal_those_of_a_weight_sync(model, policy):
+    counts = policy.verify(model, policy.trainer.state_dict())
+    assert (counts["quantized"], counts["plain"]) == policy.counts
+    assert json.loads((policy.folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
 
 
-def test_loaded_parameters_equal_those_of_a_weight_sync(model, folder):
-    """Four projections of each layer are FP8."""
-    counts = verify(model, trainer(1).state_dict())
-    assert (counts["quantized"], counts["plain"]) == (8, 19)
-    assert json.loads((folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
+def test_another_checkpoint_violates_the_contract(model, policy):
+    weights = {name: tensor.clone() for name, tensor in policy.trainer.state_dict().items()}
+    name = f"{policy.decoder.layers}.1.mlp.down_proj.weight"
+    weights[name][3, 5] *= 1.5
+    with pytest.raises(ContractViolation, match=f"{name} differs"):
+        policy.verify(model, weights)
 
 
-def test_another_checkpoint_violates_the_contract(model):
-    weights = trainer(1).state_dict()
-    weights["model.layers.1.self_attn.o_proj.weight"][3, 5] *= 1.5
-    with pytest.raises(ContractViolation, match=r"layers\.1\.self_attn\.o_proj\.weight differs"):
-        verify(model, weights)
+BF16 = {
+    "qwen2": {"mlp.gate_up_proj", "mlp.down_proj"},
+    "qwen3_5": {"linear_attn.in_proj_ba", "visual.blocks.0.attn.qkv", "visual.merger.linear_fc2"},
+}
 
 
-def test_stock_vllm_reads_the_quantization_config(folder):
-    """Skipped layers by vLLM's names of merged projections."""
+def test_stock_vllm_reads_the_quantization_config(policy):
+    """Skipped layers by vLLM's names, of merged projections, too."""
     from vllm.model_executor.layers.quantization.fp8 import Fp8Config
     from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+    from vllm.model_executor.models import ModelRegistry
 
-    config = Fp8Config.from_config(json.loads((folder / "config.json").read_text())["quantization_config"])
+    (architecture,) = (facts := json.loads((policy.folder / "config.json").read_text()))["architectures"]
+    stock = ModelRegistry._try_load_model_cls(architecture)
+    config = Fp8Config.from_config(facts["quantization_config"])
     assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
     assert config.weight_block_size == [128, 128]
-    merged = Qwen2ForCausalLM.packed_modules_mapping
+    if (mapper := getattr(stock, "hf_to_vllm_mapper", None)) is not None:
+        config.apply_vllm_mapper(mapper)
+    bf16 = BF16[policy.decoder.model_type]
+    names = {f"{policy.decoder.rollout_layers}.1.{linear.name}" for linear in policy.decoder.linears}
     skipped = {
-        suffix: is_layer_skipped(f"model.layers.1.{suffix}", config.ignored_layers, merged)
-        for suffix in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+        name for name in names | bf16 if is_layer_skipped(name, config.ignored_layers, stock.packed_modules_mapping)
     }
-    assert skipped == {
-        "self_attn.qkv_proj": False,
-        "self_attn.o_proj": False,
-        "mlp.gate_up_proj": True,
-        "mlp.down_proj": True,
-    }
-    assert is_layer_skipped("lm_head", config.ignored_layers, merged)
+    assert {name.removeprefix(f"{policy.decoder.rollout_layers}.1.") for name in skipped} == bf16
+    assert is_layer_skipped("lm_head", config.ignored_layers, stock.packed_modules_mapping)

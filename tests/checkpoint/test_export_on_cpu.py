@@ -92,7 +92,7 @@ def exported(policy, tmp_path_factory):
 
 
 @pytest.mark.parametrize("rule", ["fp32", "pow2"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_5"])
 def test_qdata_equal_those_of_a_weight_sync(family, rule, tmp_path):
     model = tiny_model(family, seed=2)
     save_folder(model, tmp_path / "policy")

@@ -116,6 +116,13 @@ def on_two_ranks(rank: int) -> None:
     assert sum(isinstance(name, Stack) and name.names[0].endswith("q.weight") for name in names) == 3
     renamed = FlatGather(module, sent_as=functools.partial("model.{}".format)).stream(CPU, SyncStatistics())
     assert all(name.startswith("model.") for name, _ in unstacked(renamed))
+    # A whole unit and a part of the root's are not sent.
+    dropped, statistics = ("layers.1.", "norm"), SyncStatistics()
+    fewer = FlatGather(module, sent_as=lambda name: "" if name.startswith(dropped) else name)
+    left = {name: tensor.clone() for name, tensor in unstacked(fewer.stream(CPU, statistics))}
+    whole = {name: tensor for name, tensor in expected(module).items() if not name.startswith(dropped)}
+    assert left.keys() == whole.keys() and statistics.stock_bytes == sum(tensor.nbytes for tensor in whole.values())
+    assert all(torch.equal(tensor, whole[name].to(tensor.dtype)) for name, tensor in left.items())
     dist.barrier()
 
 

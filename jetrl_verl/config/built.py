@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's model on the meta device: the driver asks it what a worker asks of the model that it trains."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,18 @@ from .support.scopes import MODEL
 
 _OTHERS = ("attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
 """Fields that change no module, and of which the driver may lack what they name, or verl sets them itself."""
+
+
+@contextmanager
+def _on_meta() -> Iterator[None]:
+    """Modules are made on the meta device, as is the norm of fla that transformers asks for on the current GPU."""
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: "meta"
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.cuda.current_device = current_device
 
 
 def build(path: str, config: Mapping[str, Any]) -> nn.Module:
@@ -38,7 +51,7 @@ def build(path: str, config: Mapping[str, Any]) -> nn.Module:
             part = built.sub_configs.get(name)
             setattr(built, name, config[name] if part is None else part(**config[name]))
         vision = type(built) in AutoModelForImageTextToText._model_mapping
-        with torch.device("meta"):
+        with _on_meta():
             return (AutoModelForImageTextToText if vision else AutoModelForCausalLM).from_config(built)
     except Exception as error:  # whatever a class raises about its configuration
         reason = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import support_page
+import torch
 from support_models import MIXTURE, MODEL_CONFIG, MODELS
 from test_refusals_on_cpu import SENTENCE, changed
 from torch import nn
@@ -111,6 +112,20 @@ def test_a_model_is_refused_by_its_row(model, name, capsys):
     if of_operations:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         assert not resolve(config).shared and reason(message) in capsys.readouterr().err
+
+
+def test_the_driver_needs_no_gpu_for_the_norm_of_fla(model, monkeypatch):
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    placed, current = [], torch.cuda.current_device
+
+    def norm(features, eps, activation, device, dtype):
+        placed.append(device)
+        return nn.RMSNorm(features, device=device)
+
+    monkeypatch.setattr(modeling_qwen3_5, "FusedRMSNormGated", norm)
+    check(model(MODELS["hybrid"]), replace(OPTIONS, operations="stock"))
+    assert placed == ["meta"] and torch.cuda.current_device is current
 
 
 def test_experts_that_fit_over_fewer_ranks_are_refused_with_their_number(model):

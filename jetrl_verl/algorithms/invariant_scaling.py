@@ -3,9 +3,10 @@
 """QuRL's invariant scaling (arXiv 2602.13953): the same function with larger relative weight updates.
 
 ``W X = (W / s) (s X)`` is folded once before training: weights after an RMSNorm are divided by s and the norm's weight
-is multiplied by s. It covers projections that a norm feeds directly (``Family.fed_by_norms``). The qdata of W / s is
-that of W up to rounding, but Adam's steps do not depend on a weight's size, so they move s times as many codes. A
-factor other than a power of two rounds: half an ulp of the FP32 master weights, and once more in their BF16 cast.
+is multiplied by s; one with a unit offset becomes ``(1 + w) s - 1``. It covers projections that a norm feeds directly
+(``Family.fed_by_norms``). The qdata of W / s is that of W up to rounding, but Adam's steps do not depend on a weight's
+size, so they move s times as many codes. A factor other than a power of two rounds: half an ulp of the FP32 master
+weights (with a unit offset of ``1 + w``), and once more in their BF16 cast.
 
 s is part of the master weights and of every checkpoint; the model's configuration says so under ``FOLDED``. ``jetrl
 export`` takes it out of the BF16 folder and keeps it in the FP8 one. A run that starts from such a folder folds in what
@@ -81,6 +82,8 @@ def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Famil
             continue
         if where.module in norms:
             tensor.mul_(s)
+            if family.unit_offset:
+                tensor.add_(s - 1)
         else:
             tensor.div_(s)
         changed.append(name)
@@ -120,4 +123,6 @@ def unfolded(
     for name, tensor in weights:
         where = place(name)
         module = where.module if where is not None and where.leaf == "weight" else ""
-        yield name, tensor / s if module in norms else tensor * s if module in projections else tensor
+        if module in norms:
+            tensor = tensor / s + (1 - s) / s if family.unit_offset else tensor / s
+        yield name, tensor * s if module in projections else tensor

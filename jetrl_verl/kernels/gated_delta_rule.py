@@ -185,8 +185,8 @@ def triton_gated_delta_rule_update(
             qkv,
             b,
             a,
-            a_log.contiguous(),
-            dt_bias.contiguous(),
+            a_log.float().contiguous(),  # in vLLM's types, so that both sides compile one kernel
+            dt_bias.to(torch.bfloat16).contiguous(),
             states if paged else b,
             slots if paged else cu_seqlens,
             computed if paged else cu_seqlens,

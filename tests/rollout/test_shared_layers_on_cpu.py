@@ -180,8 +180,8 @@ def test_layers_of_a_hybrid_compute_what_vllms_do():
         norm.weight.data = torch.randn(HEAD, generator=generator).bfloat16()
         expected, expected_heads = norm.forward_native(x), rotary.forward_native(positions, q.clone(), k.clone())
         model = Model(norm=norm, rotary=rotary)
-        model.get_submodule = lambda name: [] if name.endswith("layers") else norm
-        share_operations(model, tiny_config("qwen3_5", num_hidden_layers=0, layer_types=[], max_position_embeddings=32))
+        rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+        share_operations(model, tiny_config("llama", head_dim=256, max_position_embeddings=32, rope_parameters=rope))
     with torch.no_grad():
         y, heads = model.norm(x), model.rotary(positions, q, k)
         same = torch.ops.jetrl.rms_norm(x, norm.weight, 1e-6)[1] == (x.float().pow(2).mean(-1) + 1e-6).rsqrt()

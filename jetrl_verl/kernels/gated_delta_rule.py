@@ -16,11 +16,11 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.device.elementary import numbers_of, sigmoid, softplus
+from jetrl_verl.kernels.device.elementary import numbers_of, prefetch, sigmoid, softplus
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
-from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference import delta_net
@@ -54,15 +54,20 @@ def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
-# A program has a quarter of a head's values, 32. Its state is four tiles [8, 4, 4, 8], tile j of keys 4 i + j: eight
-# values and four words of keys by lane, four warps of values, eight words of keys in a thread's registers. So a thread
-# adds 32 products, four lanes add their sums, and a token waits for no other warp. Triton lays tiles out along what it
-# sees to be contiguous; the permutation ``^ 1`` of an index hides it.
-_VALUES, _LANES, _WARPS, _WORDS = 8, 4, 4, 8
-_SLICES: tl.constexpr = tl.constexpr(HEAD // (_VALUES * _WARPS))
+# A program has a quarter of a head's values, 32. Its state is four tiles [4, 8, 4, 2, 4], tile j of keys 4 i + j: four
+# values and eight times four words of keys by lane, four warps of values, two values and four words in a thread. So a
+# thread adds 16 products, eight lanes add their sums, and a token waits for no other warp. Triton lays tiles out along
+# what it sees to be contiguous; the permutation ``^ 1`` of an index hides it.
+_LAYOUT = {"VALUES": 4, "LANES": 8, "WARPS": 4, "EACH": 2, "WORDS": 4}
+_SLICES = HEAD // 32
+_TOKENS = 4
+"""Tokens of a warp that computes norms and gates."""
+_SHARE_FROM = 4
+"""Tokens a request, on average, from which norms and gates are computed once, in a launch of their own."""
 _WIDTH: tl.constexpr = tl.constexpr(HEAD)
 _SCALE: tl.constexpr = tl.constexpr(HEAD**-0.5)
 _EPS: tl.constexpr = tl.constexpr(L2_EPS)
+_AHEAD: tl.constexpr = tl.constexpr(8)
 _LINEAR: tl.constexpr = tl.constexpr(LINEAR_SOFTPLUS)
 # One compilation for all calls, since the order of a sum follows from it.
 _SIZES = ["tokens", "sequences", "keys", "heads", "stride_b", "stride_a"]
@@ -73,24 +78,87 @@ _POINTERS += ["slots_ptr", "computed_ptr", "cu_ptr", "out_ptr"]
 
 @jit
 def _sum_over_keys(x0, x1, x2, x3, y0, y1, y2, y3):
-    sum0, sum1 = tl.sum(x0 * y0, axis=3, keep_dims=True), tl.sum(x1 * y1, axis=3, keep_dims=True)
-    sum2, sum3 = tl.sum(x2 * y2, axis=3, keep_dims=True), tl.sum(x3 * y3, axis=3, keep_dims=True)
+    sum0, sum1 = tl.sum(x0 * y0, axis=4, keep_dims=True), tl.sum(x1 * y1, axis=4, keep_dims=True)
+    sum2, sum3 = tl.sum(x2 * y2, axis=4, keep_dims=True), tl.sum(x3 * y3, axis=4, keep_dims=True)
     return tl.sum((sum0 + sum1) + (sum2 + sum3), axis=1, keep_dims=True)
 
 
 @jit
-def _decay_and_beta(b, a, rate, bias):
-    return tl.exp(rate * softplus(a + bias, _LINEAR)), sigmoid(b)
+def _norms_of(q_words, k_words):
+    """What a token's query and key are multiplied by, and their product, from words laid out as the state's."""
+    q0, q1, q2, q3 = numbers_of(q_words)
+    k0, k1, k2, k3 = numbers_of(k_words)
+    q_norm = tl.rsqrt(_sum_over_keys(q0, q1, q2, q3, q0, q1, q2, q3) + _EPS) * _SCALE
+    k_norm = tl.rsqrt(_sum_over_keys(k0, k1, k2, k3, k0, k1, k2, k3) + _EPS)
+    return q_norm, k_norm, _sum_over_keys(q0, q1, q2, q3, k0, k1, k2, k3)
+
+
+@jit
+def _gates_of(b, a, a_log, dt_bias):
+    """Decay and beta."""
+    rate = -tl.exp(a_log.to(tl.bfloat16).to(tl.float32))
+    return tl.exp(rate * softplus(a + dt_bias.to(tl.bfloat16).to(tl.float32), _LINEAR)), sigmoid(b)
+
+
+# What a token's programs share, computed once where there are many tokens; the rule's kernel has the same bits.
+@jit(do_not_specialize=["tokens", "keys", "heads", "stride_b", "stride_a"])
+def _shared_kernel(
+    words_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, norms_ptr, gates_ptr, tokens, keys, heads, stride_b, stride_a,
+    TOKENS: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, WORDS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    start, key = tl.program_id(0) * TOKENS * WARPS, tl.program_id(1)
+    token = start + tl.arange(0, WARPS)[None, None, :, None, None] * TOKENS
+    token = tl.broadcast_to(token + (tl.arange(0, TOKENS) ^ 1)[:, None, None, None, None], (TOKENS, 1, WARPS, 1, 1))
+    word = tl.arange(0, LANES)[None, :, None, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, None, :]
+    place = token.to(tl.int64) * ((2 * keys + heads) * (_WIDTH // 4)) + key * (_WIDTH // 4) + word
+    known = (token < tokens) & (word >= 0)
+    q_words = tl.load(words_ptr + place, mask=known, other=0)
+    k_words = tl.load(words_ptr + keys * (_WIDTH // 4) + place, mask=known, other=0)
+    q_norm, k_norm, q_k = _norms_of(q_words, k_words)
+    norms = norms_ptr + (token.to(tl.int64) * keys + key) * 3
+    tl.store(norms, q_norm, mask=token < tokens)
+    tl.store(norms + 1, k_norm, mask=token < tokens)
+    tl.store(norms + 2, q_k, mask=token < tokens)
+    group, number = heads // keys, tl.arange(0, HEADS)[None, :]
+    row, head = (start + tl.arange(0, TOKENS * WARPS))[:, None], key * group + number
+    known = (row < tokens) & (number < group)
+    b = tl.load(b_ptr + row.to(tl.int64) * stride_b + head, mask=known, other=0.0)
+    a = tl.load(a_ptr + row.to(tl.int64) * stride_a + head, mask=known, other=0.0)
+    a_log, dt_bias = (
+        tl.load(a_log_ptr + head, mask=number < group, other=0.0),
+        tl.load(dt_bias_ptr + head, mask=number < group, other=0.0),
+    )
+    decay, beta = _gates_of(b, a, a_log, dt_bias)
+    gates = gates_ptr + (row.to(tl.int64) * heads + head) * 2
+    tl.store(gates, decay, mask=known)
+    tl.store(gates + 1, beta, mask=known)
+
+
+@jit
+def _vectors(words_ptr, keys, values_ptr, some):
+    q_words = tl.load(words_ptr, mask=some, other=0)
+    return q_words, tl.load(words_ptr + keys * (_WIDTH // 4), mask=some, other=0), tl.load(values_ptr, some, 0.0)
+
+
+@jit
+def _scalars(b_ptr, a_ptr, some, SHARED: tl.constexpr):
+    b, a = tl.load(b_ptr, some, 0.0), tl.load(a_ptr, some, 0.0)
+    if SHARED:
+        return b, tl.load(b_ptr + 1, some, 0.0), tl.load(b_ptr + 2, some, 0.0), a, tl.load(a_ptr + 1, some, 0.0)
+    else:
+        return b, a, b, b, b
 
 
 @jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_POINTERS)
 def _rule_kernel(
-    words_ptr, values_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, states_ptr, slots_ptr, computed_ptr, cu_ptr, out_ptr,
-    tokens, sequences, keys, heads, stride_b, stride_a, stride_slot, stride_head, stride_key, stride_value, paged,
-    VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, WORDS: tl.constexpr,
+    words_ptr, values_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, states_ptr, slots_ptr,
+    computed_ptr, cu_ptr, out_ptr, tokens, sequences, keys, heads, stride_b, stride_a, stride_slot, stride_head,
+    stride_key, stride_value, paged, SHARED: tl.constexpr,
+    VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
+    SLICES: tl.constexpr = _WIDTH // (VALUES * WARPS * EACH)
     program = tl.program_id(0)
-    slice, head, sequence = program % _SLICES, program // _SLICES % heads, program // _SLICES // heads
+    slice, head, sequence = program % SLICES, program // SLICES % heads, program // SLICES // heads
     # The programs after those of the sequences write zeros after the last sequence.
     known = sequence < sequences
     first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1, mask=known, other=tokens)
@@ -98,63 +166,61 @@ def _rule_kernel(
     slot = tl.where(known, slot, -1)
     resumed = tl.load(computed_ptr + sequence, mask=known & (paged != 0), other=0) > 0
 
-    value = slice * VALUES * WARPS + tl.arange(0, WARPS)[None, None, :, None] * VALUES
-    value = tl.broadcast_to(value + (tl.arange(0, VALUES) ^ 1)[:, None, None, None], (VALUES, LANES, WARPS, 1))
-    word = tl.arange(0, LANES)[None, :, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, :]
-    word = tl.broadcast_to(word, (VALUES, LANES, WARPS, WORDS))
+    value = tl.arange(0, WARPS)[None, None, :, None, None] * EACH + (tl.arange(0, EACH) ^ 1)[None, None, None, :, None]
+    value = (slice * WARPS * EACH + value) * VALUES + (tl.arange(0, VALUES) ^ 1)[:, None, None, None, None]
+    value = tl.broadcast_to(value, (VALUES, LANES, WARPS, EACH, 1))
+    word = tl.arange(0, LANES)[None, :, None, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, None, :]
+    word = tl.broadcast_to(word, (VALUES, LANES, WARPS, 1, WORDS))
+    lane = tl.broadcast_to(tl.arange(0, LANES)[None, :, None, None, None] * WORDS, (VALUES, LANES, WARPS, 1, 1))
     states_ptr += slot * stride_slot + head * stride_head
     place = word * 4 * stride_key + value * stride_value
-    read = (word >= 0) & (slot >= 0) & resumed
+    read = (place >= 0) & (slot >= 0) & resumed
     s0 = tl.load(states_ptr + place, mask=read, other=0.0)
     s1 = tl.load(states_ptr + stride_key + place, mask=read, other=0.0)
     s2 = tl.load(states_ptr + 2 * stride_key + place, mask=read, other=0.0)
     s3 = tl.load(states_ptr + 3 * stride_key + place, mask=read, other=0.0)
 
-    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.bfloat16).to(tl.float32))
-    bias = tl.load(dt_bias_ptr + head).to(tl.bfloat16).to(tl.float32)
-    row = (2 * keys + heads) * _WIDTH
-    words_ptr += first.to(tl.int64) * (row // 4) + head // (heads // keys) * (_WIDTH // 4)
-    values_ptr += first.to(tl.int64) * row + (2 * keys + head) * _WIDTH
-    b_ptr += first.to(tl.int64) * stride_b + head
-    a_ptr += first.to(tl.int64) * stride_a + head
-    out_ptr += (first.to(tl.int64) * heads + head) * _WIDTH
-    some = first < last
-    q_words = tl.load(words_ptr + word, mask=some, other=0)
-    k_words = tl.load(words_ptr + keys * (_WIDTH // 4) + word, mask=some, other=0)
-    v = tl.load(values_ptr + value, mask=some, other=0.0)
-    b, a = tl.load(b_ptr, mask=some, other=0.0), tl.load(a_ptr, mask=some, other=0.0)
+    a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
+    start, row, key = first.to(tl.int64), (2 * keys + heads) * _WIDTH, head // (heads // keys)
+    words_ptr += start * (row // 4) + key * (_WIDTH // 4)
+    values_ptr += start * row + (2 * keys + head) * _WIDTH
+    # Of each token: b and a, or norms and gates.
+    b_ptr += start * stride_b + (key * 3 if SHARED else head)
+    a_ptr += start * stride_a + (head * 2 if SHARED else head)
+    out_ptr += (start * heads + head) * _WIDTH
+    q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + value, first < last)
+    c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, first < last, SHARED)
     for token in range(first, last):
         q0, q1, q2, q3 = numbers_of(q_words)
         k0, k1, k2, k3 = numbers_of(k_words)
+        if SHARED:
+            q_norm, k_norm, q_k, decay, beta = c0, c1, c2, c3, c4
+        else:
+            q_norm, k_norm, q_k = _norms_of(q_words, k_words)
+            decay, beta = _gates_of(c0, c1, a_log, dt_bias)
         target = v.to(tl.float32)
-        decay, beta = _decay_and_beta(b, a, rate, bias)
-        # The next token's operands, while this one's are used.
+        # The next token's operands, while these are used; later ones come from memory into the L2 cache.
         words_ptr += row // 4
         values_ptr += row
         b_ptr += stride_b
         a_ptr += stride_a
         some = token + 1 < last
-        q_words = tl.load(words_ptr + word, mask=some, other=0)
-        k_words = tl.load(words_ptr + keys * (_WIDTH // 4) + word, mask=some, other=0)
-        v = tl.load(values_ptr + value, mask=some, other=0.0)
-        b, a = tl.load(b_ptr, mask=some, other=0.0), tl.load(a_ptr, mask=some, other=0.0)
-        # Norms and decay multiply sums over keys, not the keys: o = S'^T q from S^T q, one sum less in the chain.
-        q_norm = tl.rsqrt(_sum_over_keys(q0, q1, q2, q3, q0, q1, q2, q3) + _EPS) * _SCALE
-        k_norm = tl.rsqrt(_sum_over_keys(k0, k1, k2, k3, k0, k1, k2, k3) + _EPS)
-        q_k = _sum_over_keys(q0, q1, q2, q3, k0, k1, k2, k3)
+        q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + value, some)
+        c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, some, SHARED)
+        if token + _AHEAD < last:
+            prefetch(words_ptr + (_AHEAD - 1) * (row // 4) + lane)
+            prefetch(words_ptr + (_AHEAD - 1) * (row // 4) + keys * (_WIDTH // 4) + lane)
+            prefetch(values_ptr + (_AHEAD - 1) * row + value)
+        # Norms and decay multiply sums over keys, not the keys, and o = S'^T q comes from S^T q: both sums at once.
         recalled = _sum_over_keys(s0, s1, s2, s3, k0, k1, k2, k3)
         asked = _sum_over_keys(s0, s1, s2, s3, q0, q1, q2, q3)
-        delta = (target - decay * k_norm * recalled) * (beta * k_norm)
-        s0, s1, s2, s3 = (
-            decay * s0 + k0 * delta,
-            decay * s1 + k1 * delta,
-            decay * s2 + k2 * delta,
-            decay * s3 + k3 * delta,
-        )
-        o = tl.where(slot >= 0, q_norm * (decay * asked + q_k * delta), 0.0)
-        tl.store(out_ptr + value, o.to(tl.bfloat16))
+        delta = tl.fma(-decay * k_norm, recalled, target) * (beta * k_norm)
+        s0, s1 = tl.fma(decay, s0, k0 * delta), tl.fma(decay, s1, k1 * delta)
+        s2, s3 = tl.fma(decay, s2, k2 * delta), tl.fma(decay, s3, k3 * delta)
+        o = tl.fma(decay * q_norm, asked, q_norm * q_k * delta)
+        tl.store(out_ptr + value, tl.where(slot >= 0, o, 0.0).to(tl.bfloat16))
         out_ptr += heads * _WIDTH
-    written = (word >= 0) & (slot >= 0) & (paged != 0) & (first < last)
+    written = (place >= 0) & (slot >= 0) & (paged != 0) & (first < last)
     tl.store(states_ptr + place, s0, mask=written)
     tl.store(states_ptr + stride_key + place, s1, mask=written)
     tl.store(states_ptr + 2 * stride_key + place, s2, mask=written)
@@ -176,36 +242,62 @@ def triton_gated_delta_rule_update(
     """As :func:`reference_gated_delta_rule_update`; without states every sequence starts here."""
     qkv, (tokens, heads), sequences = qkv.contiguous(), b.shape, len(cu_seqlens) - 1
     b, a = (x if x.stride(1) == 1 else x.contiguous() for x in (b, a))
+    keys = (qkv.shape[1] // HEAD - heads) // 2
     out = torch.empty(tokens, heads, HEAD, dtype=torch.bfloat16, device=qkv.device)
-    paged = states is not None
-    if tokens:
-        # Pointers of what is absent are never dereferenced.
-        _rule_kernel[((sequences + 1) * heads * _SLICES.value,)](
-            qkv.view(torch.int64),
-            qkv,
+    if not tokens:
+        return out
+    paged, shared = states is not None, tokens >= _SHARE_FROM * sequences
+    words = qkv.view(torch.int64)
+    # In vLLM's types, so that both sides compile one kernel.
+    a_log, dt_bias = a_log.float().contiguous(), dt_bias.to(torch.bfloat16).contiguous()
+    if shared:
+        norms, gates = b.new_empty(tokens, keys * 3), b.new_empty(tokens, heads * 2)
+        _shared_kernel[(ceil_div(tokens, _TOKENS * _LAYOUT["WARPS"]), keys)](
+            words,
             b,
             a,
-            a_log.float().contiguous(),  # in vLLM's types, so that both sides compile one kernel
-            dt_bias.to(torch.bfloat16).contiguous(),
-            states if paged else b,
-            slots if paged else cu_seqlens,
-            computed if paged else cu_seqlens,
-            cu_seqlens,
-            out,
+            a_log,
+            dt_bias,
+            norms,
+            gates,
             tokens,
-            sequences,
-            (qkv.shape[1] // HEAD - heads) // 2,
+            keys,
             heads,
             b.stride(0),
             a.stride(0),
-            *(states.stride() if paged else (0, 0, 0, 0)),
-            int(paged),
-            VALUES=_VALUES,
-            LANES=_LANES,
-            WARPS=_WARPS,
-            WORDS=_WORDS,
-            num_warps=_WARPS,
+            TOKENS=_TOKENS,
+            LANES=_LAYOUT["LANES"],
+            WARPS=_LAYOUT["WARPS"],
+            WORDS=_LAYOUT["WORDS"],
+            HEADS=next_power_of_2(heads // keys),
+            num_warps=_LAYOUT["WARPS"],
         )
+        b, a = norms, gates
+    # Pointers of what is absent are never dereferenced.
+    _rule_kernel[((sequences + 1) * heads * _SLICES,)](
+        words,
+        qkv,
+        b,
+        a,
+        a_log,
+        dt_bias,
+        states if paged else b,
+        slots if paged else cu_seqlens,
+        computed if paged else cu_seqlens,
+        cu_seqlens,
+        out,
+        tokens,
+        sequences,
+        keys,
+        heads,
+        b.stride(0),
+        a.stride(0),
+        *(states.stride() if paged else (0, 0, 0, 0)),
+        int(paged),
+        SHARED=shared,
+        **_LAYOUT,
+        num_warps=_LAYOUT["WARPS"],
+    )
     return out
 
 

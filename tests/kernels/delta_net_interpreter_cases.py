@@ -24,7 +24,8 @@ def _by_triton():
 
 
 def test_every_cut_has_the_bits_of_whole_sequences():
-    check_cuts(1, 4, True, lengths=(3, 1, 6))
+    """Norms and gates of the sequences in a launch of their own, of the steps in the rule's."""
+    check_cuts(1, 4, True, lengths=(3, 1, 8))
 
 
 def test_values_and_gradients():

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM 0.24 lacks three things of hybrids on the CPU: copies of states, zeroed pages, prefix caching next to AMX.
+"""Hybrids on the CPU. vLLM 0.24 lacks copies of states, zeroed pages and prefix caching next to AMX, and both versions
+pack a convolution's weight, which a weight sync then writes unpacked.
 
 States, keys and values share one pool of pages.
 """
@@ -68,4 +69,29 @@ KEEP_PREFIX_CACHING = Patch(
     until="vLLM 0.24 is not supported",
     needed=True,
 )
-PATCHES = (COPY_STATES, CLEAN_PAGES, KEEP_PREFIX_CACHING)
+
+
+def _unsupported() -> bool:
+    return False
+
+
+def register_cpu_gdn_attention_ops(stock) -> None:
+    stock()
+    if os.environ.get("VERL_PLATFORM") == "cpu":
+        # Other processors' code reads a convolution's weight as it is loaded, and any chunk of a prompt.
+        torch.cpu._is_amx_tile_supported = torch.cpu._is_avx512_bf16_supported = _unsupported
+
+
+READ_UNPACKED = Patch(
+    replaces="vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:register_cpu_gdn_attention_ops",
+    sha256={
+        "0.24.0": "28036e4974737d4c5b9874e480cbb5939d78dab124232bcd16b98b3d9659f10d",
+        "0.29.0": "28036e4974737d4c5b9874e480cbb5939d78dab124232bcd16b98b3d9659f10d",
+    },
+    by=register_cpu_gdn_attention_ops,
+    symptom="stock gated delta nets compute with a scrambled convolution on a CPU with AVX-512 BF16",
+    upstream="inference never reloads a weight; no issue is known",
+    until="vLLM keeps a CPU convolution's weight on request",
+    needed=True,
+)
+PATCHES = (COPY_STATES, CLEAN_PAGES, KEEP_PREFIX_CACHING, READ_UNPACKED)

@@ -200,3 +200,15 @@ def test_vllm_0_24_runs_hybrids_on_the_cpu_as_0_29_does(monkeypatch):
     runner.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=[n]) for n in layers])
     runner._zero_block_ids([0, 2])
     assert pages.isnan().tolist() == [[False] * 2, [True] * 2, [False] * 2] and states[0].tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("platform", ["cpu", "nvidia"])
+def test_only_on_the_cpu_platform_a_delta_net_reads_its_weight_as_it_is_loaded(monkeypatch, platform):
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+
+    hybrid_on_cpu.READ_UNPACKED.apply()
+    monkeypatch.setenv("VERL_PLATFORM", platform)
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: True)
+    gdn_attention.register_cpu_gdn_attention_ops()
+    assert torch.cpu._is_amx_tile_supported() == torch.cpu._is_avx512_bf16_supported() == (platform != "cpu")

@@ -48,7 +48,6 @@ def test_norms(rule, unit_offset):
         assert_qdata_of(quantized, expected, rule)
 
 
-@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("rule", SCALE_RULES)
 def test_gated_norm(rule):
     o, z, weight = normal(65, 2, 128), normal(65, 320)[:, 64:].unflatten(1, (2, 128)), normal(128)
@@ -60,6 +59,7 @@ def test_gated_norm(rule):
         assert_qdata_of(quantized, expected, rule)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_combine_add_rms_norm(slots, rule, unit_offset):

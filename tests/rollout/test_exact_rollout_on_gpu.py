@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 import torch
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_moe")
 SEEDS = (11, 12, 13)
 
 
@@ -33,7 +33,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         enforce_eager=False,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=2**28,  # fixed: other jobs may use the GPU
-        **vllm_engine.CROWDED,
+        **checks.crowded(family),
     )
     worker.monkey_patch_model(checks.TOKENS)
     rollout = checks.Rollout(family, llm, worker)

@@ -56,7 +56,8 @@ def step(engine, packed: bool, micro_batches: int = 1) -> tuple[float, dict[str,
 
     def watched():
         if engine.engine_config.strategy == "fsdp2":
-            gradients.update({name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters()})
+            trained = ((name, p.grad) for name, p in engine.module.named_parameters() if p.grad is not None)
+            gradients.update({name: gradient.full_tensor().clone() for name, gradient in trained})
         norms.append(stock())
         return norms[0]
 
@@ -90,8 +91,12 @@ def split_against_whole(rank: int, folder: str, checkpointing: bool) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "checkpointing"),
-    [("qwen3", {}, True), ("qwen2", dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2), False)],
-    ids=["one key head for both ranks", "a key head for each rank"],
+    [
+        ("qwen3", {}, True),
+        ("qwen2", dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2), False),
+        ("qwen3_5", dict(linear_num_key_heads=2, linear_num_value_heads=4), True),
+    ],
+    ids=["one key head for both ranks", "a key head for each rank", "delta nets"],
 )
 def test_log_probabilities_are_those_of_one_rank(cpu_platform, tmp_path, family, changes, checkpointing):
     tiny_model(family, **changes).save_pretrained(tmp_path)

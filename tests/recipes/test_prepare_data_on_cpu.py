@@ -16,7 +16,7 @@ from recipe_cases import RAW_RECORDS
 from recipes.common import sources
 from recipes.common.prepare import SCHEMA, PrepareError, prepare
 
-RECIPES = ("gsm8k", "dapo", "deepscaler", "jetrl_paper", "qwen3_moe")
+RECIPES = ("gsm8k", "dapo", "deepscaler", "jetrl_paper", "qwen3_moe", "qwen3_5")
 
 EXPECTED = {
     # source -> raw record, data_source, end of the prompt, ground truth

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from recipe_cases import RAW_RECORDS, RECIPES, ROOT, SETTINGS
-from tiny_models import FAMILIES, OWN_FIELDS
+from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -71,6 +70,7 @@ class Case:
         return self.script.partition("/")[0]
 
 
+GSM8K_ALONE = {"train": "gsm8k", "test": "gsm8k"}
 GSM8K_MATH = {"gsm8k_train": "gsm8k", "math_train": "math", "gsm8k_test": "gsm8k", "math_500": "math_500"}
 DAPO = {"dapo_math_17k": "dapo", "aime_2024": "dapo"}
 ONE_PROCESS = {"TP": "1", "SP": "1", "OFFLOAD": "False"}
@@ -80,11 +80,13 @@ BY_LENGTH = (
     "algorithm.filter_groups.metric=reward",
     "reward.reward_kwargs.overlong_buffer_cfg.len=8",
 )
+# `auto` on a Hopper GPU; on a CPU it is stock, which does not support a mixture.
+SHARED = ("jetrl.operations=shared",)
 SAVED = (f"trainer.save_freq={STEPS}",)
 AIME, MATH, GSM8K = "aime_2024", "HuggingFaceH4/MATH-500", "openai/gsm8k"
 
 CASES = {
-    "gsm8k": Case("gsm8k/run_qwen3_8b.sh", "qwen3", {"train": "gsm8k", "test": "gsm8k"}, GSM8K),
+    "gsm8k": Case("gsm8k/run_qwen3_8b.sh", "qwen3", GSM8K_ALONE, GSM8K),
     "dapo-7b": Case("dapo/run_qwen2_5_7b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
     "dapo-32b": Case("dapo/run_qwen2_5_32b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
     "deepscaler": Case(
@@ -101,8 +103,11 @@ CASES = {
         GSM8K_MATH,
         MATH,
         {"OFFLOAD": "False"},
-        # `auto` on a Hopper GPU; on a CPU it is stock, which does not support a mixture.
-        ("jetrl.operations=shared",),
+        SHARED,
+    ),
+    "qwen3_5-4b": Case("qwen3_5/run_qwen3_5_4b.sh", "qwen3_5", GSM8K_ALONE, GSM8K, words=SHARED),
+    "qwen3_5-27b": Case(
+        "qwen3_5/run_qwen3_5_27b.sh", "qwen3_5", GSM8K_ALONE, GSM8K, ONE_PROCESS | {"NNODES": "1"}, SHARED
     ),
     "paper-llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
     "paper-qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
@@ -136,26 +141,11 @@ def write_raw(case: Case, folder: Path) -> None:
 
 
 def write_policy(family: str, folder: Path) -> None:
-    """Two layers of the family's class, two heads of 128 over one key/value head."""
+    """``tiny_model`` with the demo's tokenizer."""
     tokenizer = build_tokenizer()
-    config_class, model_class = FAMILIES[family]
-    config = config_class(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        **({"head_dim": 128} if family != "qwen2" else {}),
-        **OWN_FIELDS.get(family, {}),
-    )
-    torch.manual_seed(7)
-    save_policy(model_class(config), tokenizer, folder)
+    sizes = dict(vocab_size=len(tokenizer), intermediate_size=512, max_position_embeddings=512)
+    tokens = dict(pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+    save_policy(tiny_model(family, 7, **sizes, **tokens), tokenizer, folder)
 
 
 def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str, float]], str]:

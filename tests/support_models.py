@@ -76,7 +76,6 @@ MODELS = {
     "expert_activation": MIXTURE | {"hidden_act": "gelu"},
     "experts_a_token": MIXTURE | {"num_experts_per_tok": 5},
     "expert_shape": MIXTURE | {"moe_intermediate_size": 192},
-    "hybrid": HYBRID,
     "tied_in_one_part": HYBRID | {"tie_word_embeddings": True},
     "delta_net_heads": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_num_value_heads": 3}},
     "delta_net_shape": HYBRID | {"text_config": HYBRID["text_config"] | {"linear_conv_kernel_dim": 3}},

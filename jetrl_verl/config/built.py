@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from jetrl_verl.formats.catalog import UNQUANTIZED
-from jetrl_verl.models import UnsupportedLayer, UnsupportedOperation, family
+from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.modules import check_operations_of, check_scaling, linears_of
 
 from .options import JetConfig
@@ -80,8 +80,6 @@ def check_built(options: JetConfig, path: str, config: Mapping[str, Any], role: 
     if getattr(options, "train" if actor else role) != UNQUANTIZED:
         list(linears_of(model))
     if actor and options.operations == "shared":
-        if family(model.config).delta_net is not None:
-            raise UnsupportedOperation("no job has run them in layers with delta nets yet", "hybrid")
         check_operations_of(model)
     if actor and options.invariant_scaling != 1:
         check_scaling((name for name, _ in model.named_parameters()), family(model.config))

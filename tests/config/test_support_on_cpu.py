@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import support_page
 import torch
-from support_models import MIXTURE, MODEL_CONFIG, MODELS
+from support_models import HYBRID, MIXTURE, MODEL_CONFIG, MODELS
 from test_refusals_on_cpu import SENTENCE, changed
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -124,7 +124,7 @@ def test_the_driver_needs_no_gpu_for_the_norm_of_fla(model, monkeypatch):
         return nn.RMSNorm(features, device=device)
 
     monkeypatch.setattr(modeling_qwen3_5, "FusedRMSNormGated", norm)
-    check(model(MODELS["hybrid"]), replace(OPTIONS, operations="stock"))
+    check(model(HYBRID), replace(OPTIONS, operations="shared"))
     assert placed == ["meta"] and torch.cuda.current_device is current
 
 

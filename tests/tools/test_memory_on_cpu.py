@@ -182,7 +182,7 @@ def test_a_setting_that_costs_exactness_is_named(name, small, monkeypatch):
     assert (effect, row.message(key=setting, value=shown(value))) in run.costs_of(small, EIGHT, 1)
 
 
-@pytest.mark.parametrize("name", [name for name in INEXACT_ROWS if name in MODELS and name != "hybrid"])
+@pytest.mark.parametrize("name", [name for name in INEXACT_ROWS if name in MODELS])
 def test_a_model_that_costs_exactness_is_named(name, small):
     ((effect, message),) = run.costs_of(small, model_of("m", KNOWN["qwen3-8b"] | MODELS[name]), 1)
     assert effect == run.STOCK and message.endswith(f". {TABLE[name].remedy()}.")

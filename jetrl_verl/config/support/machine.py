@@ -155,7 +155,6 @@ MODEL_ROWS: dict[str, Row] = {
         instead="Set num_experts_per_tok of its config.json to a number of its experts",
     ),
     # --- hybrids of delta nets and attention ---
-    "hybrid": Row("a hybrid of delta nets and attention, as Qwen3.5", scope=SHARED),
     "tied_in_one_part": Row(
         "a model with vision whose text_config has another tie_word_embeddings",
         instead="Set both fields in config.json of a copy of the model to the same value",

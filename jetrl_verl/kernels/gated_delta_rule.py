@@ -69,7 +69,7 @@ _SCALE: tl.constexpr = tl.constexpr(HEAD**-0.5)
 _EPS: tl.constexpr = tl.constexpr(L2_EPS)
 _AHEAD: tl.constexpr = tl.constexpr(8)
 _LINEAR: tl.constexpr = tl.constexpr(LINEAR_SOFTPLUS)
-# One compilation for all calls, since the order of a sum follows from it.
+# One compilation whatever the sizes, since the order of a sum follows from it.
 _SIZES = ["tokens", "sequences", "keys", "heads", "stride_b", "stride_a"]
 _SIZES += ["stride_slot", "stride_head", "stride_key", "stride_value", "paged"]
 _POINTERS = ["words_ptr", "values_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "states_ptr"]

@@ -3,6 +3,7 @@
 """The shared operations' Triton kernels compiled for Hopper, without a GPU."""
 
 import re
+import sys
 
 import pytest
 from test_triton_for_hopper import ptx_for_hopper
@@ -29,6 +30,16 @@ from jetrl_verl.kernels.silu_mul import _silu_mul_backward_kernel, _silu_mul_ker
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
 BF16, FP32 = "*bf16", "*fp32"
+conv, norm, rule = (
+    sys.modules[f"jetrl_verl.kernels.{name}"] for name in ("causal_conv1d", "gated_rms_norm", "gated_delta_rule")
+)  # the package's attributes are the functions
+OF_THE_RULE = dict.fromkeys(("words_ptr",), "*i64") | dict.fromkeys(("slots_ptr", "computed_ptr", "cu_ptr"), "*i32")
+OF_THE_RULE |= dict.fromkeys(("values_ptr", "dt_bias_ptr", "out_ptr"), BF16)
+OF_THE_RULE |= dict.fromkeys(("b_ptr", "a_ptr", "a_log_ptr", "norms_ptr", "gates_ptr", "states_ptr"), FP32)
+OF_THE_CONV = {"weight_ptr": "*i64"} | dict.fromkeys(("slots_ptr", "computed_ptr", "cu_ptr"), "*i32")
+OF_THE_CONV |= dict.fromkeys(("x_ptr", "dy_ptr", "dx_ptr", "y_ptr", "states_ptr"), BF16) | {"dw_ptr": FP32}
+OF_THE_NORM = dict.fromkeys(("o_ptr", "z_ptr", "weight_ptr", "y_ptr", "dy_ptr", "do_ptr", "dz_ptr"), BF16)
+OF_THE_NORM |= {"qdata_ptr": "*u8", "scales_ptr": FP32, "dw_ptr": FP32, "eps": "fp32"}
 OF_ROWS = {"tokens_ptr": "*i64", "seeds_ptr": "*i64", "counters_ptr": "*i64", "counts_ptr": "*i32"} | dict.fromkeys(
     (
         *("logits_ptr", "temperature_ptr", "chunk_highest_ptr", "chunk_sums_ptr"),
@@ -124,6 +135,10 @@ def test_logits_are_one_chain_of_matrix_instructions_into_one_accumulator(tile):
         (_rank_kernel, OF_ROWS, {"CHUNK": CHUNK}),
         (_one_kernel, OF_BLOCKS, {"BLOCK": 128}),
         (_many_kernel, OF_BLOCKS, {"HALVINGS": 8, "BLOCK": 128}),
+        (conv._conv_kernel, OF_THE_CONV, {"TOKENS": conv._TOKENS, "CHANNELS": conv._CHANNELS, "stride_channel": 1}),
+        (conv._conv_backward_kernel, OF_THE_CONV, {"TOKENS": 64, "CHANNELS": 128}),
+        (norm._gated_norm_kernel, OF_THE_NORM, {"HEADS": 8, "WITH_Y": True, "QUANTIZE": True, "POW2": False}),
+        (norm._gated_norm_backward_kernel, OF_THE_NORM, {"HEADS": 16}),
     ],
     ids=lambda value: value.__name__.strip("_") if hasattr(value, "__name__") else "",
 )
@@ -131,3 +146,16 @@ def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants):
     ptx = ptx_for_hopper(kernel, types, constants, num_warps=WARPS if "CHUNK" in constants else 4)
     assert ".entry" in ptx
     assert not re.search(r"\b(atom|red)\.", ptx)
+
+
+def test_a_token_of_the_delta_rule_waits_for_no_other_warp():
+    """Sums over keys are in a thread and between eight lanes, in one order whether norms and gates are shared."""
+    sums = []
+    for shared in (True, False):
+        ptx = ptx_for_hopper(rule._rule_kernel, OF_THE_RULE, {"SHARED": shared, **rule._LAYOUT}, num_warps=4)
+        assert not re.search(r"\bbar\.sync|\.shared\b", ptx)
+        sums.append([ptx.count("shfl.sync.bfly"), ptx.count("rsqrt.approx")])
+    # Of two sums in two columns each, three steps of lanes; of both norms and their product.
+    assert sums == [[12, 0], [12 + 9, 2]]
+    shared = {"HEADS": 2, "TOKENS": rule._TOKENS} | {name: rule._LAYOUT[name] for name in ("LANES", "WARPS", "WORDS")}
+    assert ptx_for_hopper(rule._shared_kernel, OF_THE_RULE, shared, num_warps=4).count("shfl.sync.bfly") == 9

@@ -65,13 +65,13 @@ def qk_norm_attention(
         qkv: ``[N, (Hq + 2 Hk) D]`` BF16, output of the merged projection; with gates ``[N, (2 Hq + 2 Hk) D]``.
         q_weight, k_weight: ``[D]``. eps, unit_offset: of both norms. table: ``[P, R]`` BF16, from
             ``kernels.rotary_table``.
-        positions: int64 or int32, below P, as for :func:`text_positions`.
+        positions: ``[N]`` int64 or int32, below P.
         out: ``[N, Hq D]`` BF16, written in place; rows of padding are undefined.
         layer_name: of the attention layer, whose implementation has ``norm_rotary_write``.
     """
     _, layer, kv_cache, slots = vllm.get_attention_context(layer_name)
     q, k, v = heads_of(qkv, layer)
-    parameters = q_weight, k_weight, eps, table, text_positions(positions), unit_offset
+    parameters = q_weight, k_weight, eps, table, positions, unit_offset
     if slots is None:  # vLLM profiles memory, and there is no cache
         q, _ = kernels.norm_rotary(q, k, *parameters)
     else:
@@ -109,15 +109,13 @@ class SharedHeads:
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         merged, q_norm, k_norm, rotary, core, output = self._parts()
         qkv, _ = merged(hidden_states)
-        if positions.ndim == 2:
-            positions = positions[0]  # of text, where the rows of mRoPE are equal
         if self.one_by_one:
             q, k, v = heads_of(qkv, core)
             out = core(*rotary(positions, q_norm(q).flatten(1), k_norm(k).flatten(1)), v.flatten(1))
         else:
             out = qkv.new_empty(len(qkv), self.q_size)
             norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
-            where = rotary.cos_sin_cache, positions, q_norm.unit_offset
+            where = rotary.cos_sin_cache, text_positions(positions), q_norm.unit_offset
             qk_norm_attention(qkv, *norms, *where, out, core.layer_name)
         return output(self.before_output(out, qkv))[0]
 

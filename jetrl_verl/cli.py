@@ -81,7 +81,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="folder that receives one folder per run")] = Path("outputs/demo"),
     cache: Annotated[Path, typer.Option(help="folder for data and warmed-up policy")] = Path("outputs/cache"),
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
-    policy: Annotated[str, typer.Option(help="dense, or moe: a mixture of experts")] = "dense",
+    policy: Annotated[str, typer.Option(help="dense, moe: a mixture of experts, or hybrid: with delta nets")] = "dense",
     baseline: Annotated[bool, typer.Option(help="measure the mismatch of fp8_rollout on the same policies")] = True,
 ) -> None:
     """Train a small policy with real verl and vLLM and write a report.

@@ -1,11 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policies, a Qwen3 and a Qwen3 mixture of experts of one to two million parameters, and their tokenizer.
+"""The demo's policies, a Qwen3, a Qwen3 mixture of experts and a Qwen3.5 of one to three million parameters, and their
+tokenizer, whose vocabulary is theirs.
 
-All sizes are multiples of 128, so every linear layer is quantized. The vocabulary is the tokenizer's."""
+All sizes are multiples of 128, so every linear layer is quantized but those of a delta net's gates."""
 
 import string
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jetrl_verl.formats.catalog import FLOW, FORMATS
@@ -26,7 +28,8 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class PolicyConfig:
-    """Shape of the policy; with ``experts`` a mixture whose experts are ``intermediate_size`` wide.
+    """Shape of the policy; with ``experts`` a mixture whose experts are ``intermediate_size`` wide, with
+    ``delta_heads`` a hybrid of that many linear layers' value heads, whose last layer has attention.
 
     Raises ``ValueError`` for a size that is not a multiple of the FP8 block.
     """
@@ -41,6 +44,7 @@ class PolicyConfig:
     seed: int = 7
     experts: int = 0
     experts_per_token: int = 2
+    delta_heads: int = 0
 
     def __post_init__(self):
         for name in ("hidden_size", "head_dim", "intermediate_size"):
@@ -49,7 +53,20 @@ class PolicyConfig:
                 raise ValueError(f"{name}={size} is not a multiple of {_BLOCK}, the FP8 block; choose a multiple")
 
 
-POLICIES = {"dense": PolicyConfig(), "moe": PolicyConfig(intermediate_size=_BLOCK, experts=8)}
+_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 1e7,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [11, 11, 10],
+    "mrope_interleaved": True,
+}
+"""Of Qwen3.5 as it is published."""
+
+POLICIES = {
+    "dense": PolicyConfig(),
+    "moe": PolicyConfig(intermediate_size=_BLOCK, experts=8),
+    "hybrid": PolicyConfig(layers=3, heads=4, kv_heads=4, head_dim=2 * _BLOCK, delta_heads=2),
+}
 """What ``--policy`` names."""
 
 
@@ -78,7 +95,14 @@ def build_tokenizer():
 def build_model(config: PolicyConfig, tokenizer):
     """The untrained policy with FP32 weights from ``config.seed``; the global random state does not change."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import (
+        Qwen3_5Config,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
 
     config_class, model_class, fields = Qwen3Config, Qwen3ForCausalLM, {}
     if config.experts:
@@ -88,6 +112,14 @@ def build_model(config: PolicyConfig, tokenizer):
             "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.intermediate_size,
             "norm_topk_prob": True,
+        }
+    if config.delta_heads:
+        model_class, config_class = Qwen3_5ForConditionalGeneration, partial(_hybrid_config, Qwen3_5Config)
+        fields = {
+            "layer_types": ["linear_attention"] * (config.layers - 1) + ["full_attention"],
+            "linear_num_key_heads": config.delta_heads // 2,
+            "linear_num_value_heads": config.delta_heads,
+            "rope_parameters": _ROPE,
         }
     model_config = config_class(
         vocab_size=len(tokenizer),
@@ -107,6 +139,16 @@ def build_model(config: PolicyConfig, tokenizer):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return model_class(model_config)
+
+
+def _hybrid_config(config_class, *, tie_word_embeddings: bool, **fields):
+    """A text decoder of ``fields`` under a small vision tower, as the family is published."""
+    tower = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "num_position_embeddings": 64}
+    return config_class(
+        text_config=fields | {"tie_word_embeddings": tie_word_embeddings},
+        vision_config=tower | {"out_hidden_size": fields["hidden_size"]},
+        tie_word_embeddings=tie_word_embeddings,
+    )
 
 
 def save_policy(model, tokenizer, folder: Path) -> None:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.demo.overrides import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
 from jetrl_verl.tools.demo.policy import (
     CHARACTERS,
+    POLICIES,
     PolicyConfig,
     build_model,
     build_tokenizer,
@@ -72,6 +74,12 @@ def test_every_linear_layer_fits_fp8_blocks(tokenizer):
         assert layer.in_features % 128 == 0 and layer.out_features % 128 == 0, name
     assert model.config.vocab_size == len(tokenizer) == model.lm_head.out_features
     assert not model.config.tie_word_embeddings
+
+
+def test_a_hybrid_has_the_class_that_is_published_and_is_quantized_but_for_its_gates(tokenizer):
+    model = build_model(POLICIES["hybrid"], tokenizer)
+    assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
+    assert {plan.kind for plan in plan_linears(model.config).values() if not plan.quantized} == {"ba"}
 
 
 @pytest.mark.parametrize("wrong", [{"hidden_size": 192}, {"head_dim": 64}, {"intermediate_size": 0}])

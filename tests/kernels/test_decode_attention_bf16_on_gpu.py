@@ -109,26 +109,6 @@ def test_many_more_blocks_than_run_at_once(cluster):
     assert different(requests.decode(cluster), requests.flash_attention()) == 0
 
 
-def test_pages_with_heads_before_tokens():
-    requests = Requests(torch.randint(1, 900, (64,)), page_size=32)
-    want = requests.flash_attention()
-    requests.pages = requests.pages.transpose(2, 3).contiguous().transpose(2, 3)
-    assert different(requests.decode(), want) == 0
-
-
-def test_decode_equals_the_trainers_whole_sequences():
-    """Every token of four sequences as a separate decode step, and the sequences packed."""
-    lengths = [900, 1, 333, 64]
-    requests = Requests(lengths)
-    q = normal(sum(lengths), 32, 128, seed=5)
-    whole = kernels.attention(q, requests.k, requests.v, requests.starts, max(lengths), SCALE)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
-    held = (torch.arange(sum(lengths), device="cuda") - requests.starts[:-1].long()[owner] + 1).to(torch.int32)
-    out, table = torch.empty_like(q), requests.table[owner].contiguous()
-    native_decode_attention_bf16(q, *requests.pages.unbind(1), held, table, SCALE, out)
-    assert different(out, whole) == 0
-
-
 @pytest.mark.parametrize("cluster", [None, *CLUSTERS])
 def test_in_a_cuda_graph_with_padded_requests(cluster):
     requests = Requests([700, 2500, 5, 1])

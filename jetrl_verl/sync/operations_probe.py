@@ -202,8 +202,9 @@ def _sums(results: Mapping[str, Any]) -> dict[str, int]:
     """Sum of the bits of each result, modulo 2^64."""
     sums = []
     for result in results.values():
-        parts = [part.flatten(1).contiguous().view(torch.uint8) for part in _tensors(result)]
-        rows = row_sums(torch.cat(parts, dim=1))
+        # A copy, since a column of a wider tensor counts as contiguous and yet has no view as bytes.
+        copies = [part.flatten(1).clone(memory_format=torch.contiguous_format) for part in _tensors(result)]
+        rows = row_sums(torch.cat([copy.view(torch.uint8) for copy in copies], dim=1))
         # A constant for each row, so that exchanged rows show.
         sums.append((rows * odd_constants(len(rows), rows.device)).sum())
     # One wait for the device, since each can take a turn of every other process on it.

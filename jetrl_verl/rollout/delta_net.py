@@ -114,7 +114,13 @@ def delta_net(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Te
 
 
 class SharedDeltaNet(_stock.QwenGatedDeltaNetAttention):
-    """Qwen3.5's gated delta net."""
+    """Qwen3.5's gated delta net.
+
+    Attributes:
+        parts: its names of the merged input projections and of the output projection.
+    """
+
+    parts: tuple[str, ...]
 
     def check(self) -> None:
         """Refuse a layer that the trainer cannot reproduce."""
@@ -139,17 +145,24 @@ class SharedDeltaNet(_stock.QwenGatedDeltaNetAttention):
         """Rows ``[N, H]`` BF16, or qdata with its BF16 rows as source -> ``[N, H]`` BF16."""
         quantized = isinstance(hidden_states, QuantizedTensor)
         rows = hidden_states.source if quantized else hidden_states
-        qkvz, _ = self.in_proj_qkvz(hidden_states)
-        b, a = kernels.logits(rows, self.in_proj_ba.weight).chunk(2, dim=-1)
+        project, gates, output = [getattr(self, name) for name in self.parts]
+        qkvz, _ = project(hidden_states)
+        b, a = kernels.logits(rows, gates.weight).chunk(2, dim=-1)
         values = self.value_dim // self.tp_size
         qkv, z = qkvz[:, :-values], qkvz[:, -values:].unflatten(-1, (-1, self.head_v_dim))
         out = z.new_empty(z.shape)
         delta_net(qkv, b, a, out, self.prefix)
-        return self.out_proj(self.norm(out, z))[0]
+        return output(self.norm(out, z))[0]
 
 
 class SharedHybridLayer(_hybrid.Qwen3_5DecoderLayer):
-    """A decoder layer of either kind whose norms may hand over qdata."""
+    """A decoder layer of either kind whose norms may hand over qdata.
+
+    Attributes:
+        parts: its names of the norms before its halves.
+    """
+
+    parts: tuple[str, ...]
 
     def check(self) -> None:
         if self.layer_scale:
@@ -159,15 +172,16 @@ class SharedHybridLayer(_hybrid.Qwen3_5DecoderLayer):
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None, positions: torch.Tensor, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(Output of the MLP, residual sum before it), both ``[N, H]`` BF16."""
+        first, second = [getattr(self, name) for name in self.parts]
         if residual is None:
-            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+            residual, hidden_states = hidden_states, first(hidden_states)
         else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+            hidden_states, residual = first(hidden_states, residual)
         if self.layer_type == "linear_attention":
             hidden_states = self.linear_attn(hidden_states)
         else:
             hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        hidden_states, residual = second(hidden_states, residual)
         return self.mlp(hidden_states), residual
 
 

@@ -254,9 +254,11 @@ def share_operations(
             part(names.attention).parts = tuple(map(leaf, parts))
             _share(part(names.attention), classes)
         if decoder.delta_net is not None:
+            layer.parts = names.input_norm, names.post_norm
             _share(layer, classes)
-        if names.delta_net is not None:
-            _share(part(names.delta_net.block), classes)
+        if (delta := names.delta_net) is not None:
+            part(delta.block).parts = tuple(map(leaf, (delta.qkvz, delta.ba, delta.out)))
+            _share(part(delta.block), classes)
         if names.experts is not None:
             share_experts(part(names.experts.block), ordered)
         for handoff in names.handoffs:

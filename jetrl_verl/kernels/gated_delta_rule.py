@@ -64,6 +64,8 @@ _TOKENS = 4
 """Tokens of a warp that computes norms and gates."""
 _SHARE_FROM = 4
 """Tokens a request, on average, from which norms and gates are computed once, in a launch of their own."""
+_MOST_REGISTERS = {True: 128, False: 168}
+"""Four or three programs a multiprocessor. What does not fit, the state's addresses, is not read in the loop."""
 _WIDTH: tl.constexpr = tl.constexpr(HEAD)
 _SCALE: tl.constexpr = tl.constexpr(HEAD**-0.5)
 _EPS: tl.constexpr = tl.constexpr(L2_EPS)
@@ -135,16 +137,15 @@ def _shared_kernel(
 
 
 @jit
-def _vectors(words_ptr, keys, values_ptr, some):
-    q_words = tl.load(words_ptr, mask=some, other=0)
-    return q_words, tl.load(words_ptr + keys * (_WIDTH // 4), mask=some, other=0), tl.load(values_ptr, some, 0.0)
+def _vectors(words_ptr, keys, values_ptr):
+    return tl.load(words_ptr), tl.load(words_ptr + keys * (_WIDTH // 4)), tl.load(values_ptr)
 
 
 @jit
-def _scalars(b_ptr, a_ptr, some, SHARED: tl.constexpr):
-    b, a = tl.load(b_ptr, some, 0.0), tl.load(a_ptr, some, 0.0)
+def _scalars(b_ptr, a_ptr, SHARED: tl.constexpr):
+    b, a = tl.load(b_ptr), tl.load(a_ptr)
     if SHARED:
-        return b, tl.load(b_ptr + 1, some, 0.0), tl.load(b_ptr + 2, some, 0.0), a, tl.load(a_ptr + 1, some, 0.0)
+        return b, tl.load(b_ptr + 1), tl.load(b_ptr + 2), a, tl.load(a_ptr + 1)
     else:
         return b, a, b, b, b
 
@@ -171,7 +172,6 @@ def _rule_kernel(
     value = tl.broadcast_to(value, (VALUES, LANES, WARPS, EACH, 1))
     word = tl.arange(0, LANES)[None, :, None, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, None, :]
     word = tl.broadcast_to(word, (VALUES, LANES, WARPS, 1, WORDS))
-    lane = tl.broadcast_to(tl.arange(0, LANES)[None, :, None, None, None] * WORDS, (VALUES, LANES, WARPS, 1, 1))
     states_ptr += slot * stride_slot + head * stride_head
     place = word * 4 * stride_key + value * stride_value
     read = (place >= 0) & (slot >= 0) & resumed
@@ -181,15 +181,21 @@ def _rule_kernel(
     s3 = tl.load(states_ptr + 3 * stride_key + place, mask=read, other=0.0)
 
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
-    start, row, key = first.to(tl.int64), (2 * keys + heads) * _WIDTH, head // (heads // keys)
+    start = tl.minimum(first, tokens - 1).to(tl.int64)  # a sequence without tokens loads another's
+    row, key = (2 * keys + heads) * _WIDTH, head // (heads // keys)
     words_ptr += start * (row // 4) + key * (_WIDTH // 4)
-    values_ptr += start * row + (2 * keys + head) * _WIDTH
+    values_ptr += start * row
+    own = (2 * keys + head) * _WIDTH + value
+    # A lane's sector of the query, the key or the values, of 32 bytes.
+    ahead = tl.arange(0, VALUES)[:, None, None, None, None]
+    ahead = tl.where(ahead == 0, key, tl.where(ahead == 1, keys + key, 2 * keys + head)) * _WIDTH
+    ahead += tl.broadcast_to(tl.arange(0, LANES)[None, :, None, None, None] * WORDS * 4, (VALUES, LANES, WARPS, 1, 1))
     # Of each token: b and a, or norms and gates.
     b_ptr += start * stride_b + (key * 3 if SHARED else head)
     a_ptr += start * stride_a + (head * 2 if SHARED else head)
     out_ptr += (start * heads + head) * _WIDTH
-    q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + value, first < last)
-    c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, first < last, SHARED)
+    q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + own)
+    c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, SHARED)
     for token in range(first, last):
         q0, q1, q2, q3 = numbers_of(q_words)
         k0, k1, k2, k3 = numbers_of(k_words)
@@ -200,17 +206,15 @@ def _rule_kernel(
             decay, beta = _gates_of(c0, c1, a_log, dt_bias)
         target = v.to(tl.float32)
         # The next token's operands, while these are used; later ones come from memory into the L2 cache.
-        words_ptr += row // 4
-        values_ptr += row
-        b_ptr += stride_b
-        a_ptr += stride_a
-        some = token + 1 < last
-        q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + value, some)
-        c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, some, SHARED)
+        more = (token + 1 < last).to(tl.int32)  # the last token's are loaded again
+        words_ptr += more * (row // 4)
+        values_ptr += more * row
+        b_ptr += more * stride_b
+        a_ptr += more * stride_a
+        q_words, k_words, v = _vectors(words_ptr + word, keys, values_ptr + own)
+        c0, c1, c2, c3, c4 = _scalars(b_ptr, a_ptr, SHARED)
         if token + _AHEAD < last:
-            prefetch(words_ptr + (_AHEAD - 1) * (row // 4) + lane)
-            prefetch(words_ptr + (_AHEAD - 1) * (row // 4) + keys * (_WIDTH // 4) + lane)
-            prefetch(values_ptr + (_AHEAD - 1) * row + value)
+            prefetch(values_ptr + (_AHEAD - 1) * row + ahead)
         # Norms and decay multiply sums over keys, not the keys, and o = S'^T q comes from S^T q: both sums at once.
         recalled = _sum_over_keys(s0, s1, s2, s3, k0, k1, k2, k3)
         asked = _sum_over_keys(s0, s1, s2, s3, q0, q1, q2, q3)
@@ -297,6 +301,7 @@ def triton_gated_delta_rule_update(
         SHARED=shared,
         **_LAYOUT,
         num_warps=_LAYOUT["WARPS"],
+        maxnreg=_MOST_REGISTERS[shared],
     )
     return out
 

@@ -2,47 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time the operations of a gated delta net (Qwen3.5) next to vLLM's and flash-linear-attention's on one NVIDIA GPU.
 
-    python3 -m benchmarks.delta_layer
-    python3 -m benchmarks.delta_layer --models 4b --what decode --batches 1 32 128 --out delta.json
+    python3 -m benchmarks.delta_layer                             # about a minute; a line as soon as it is measured
+    python3 -m benchmarks.delta_layer --only decode --model 27b
 
-``decode``: conv, rule and gated norm of one token of each request, captured in a CUDA graph of one layer after the
-other, so that states come from memory; ``rule``, ``conv`` and ``norm`` alone. *vllm*: ``causal_conv1d_update``, the
-packed recurrent kernel and the gated norm of vLLM's wheel, where it has them, over FP32 states too.
-``train``: conv, rule and gated norm of a packed micro-batch, forward, and forward with backward. *fla*:
-flash-linear-attention's chunk kernel and gated norm around the same convolution, where it is installed.
-
-GB/s counts a step's states, read and written once. Median of ``--rounds`` runs that take turns.
+``decode``: conv, rule and gated norm of one token of each request, each and together, captured in a CUDA graph of so
+many layers that states come from memory; GB/s counts a step's FP32 states, read and written once. ``forward`` and
+``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens.
+*vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
+flash-linear-attention's chunk rule. *chunks*: the rule by chunks of delta_chunks.py. Microseconds, medians.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
 from jetrl_verl import kernels
-from jetrl_verl.tools.provenance import provenance
 
-HEADS = {"2b": (16, 16), "4b": (16, 32), "27b": (16, 48)}
+HEADS = {"4b": (16, 32), "27b": (16, 48)}
 """Model -> key and value heads. 9B has those of 4B."""
-BATCHES = (1, 32, 128)
-PACKED = {"8 x 2048": (2048,) * 8, "1 x 16384": (16384,), "64 x 256": (256,) * 64}
+DECODES = (("4b", 128), ("4b", 32), ("4b", 1), ("27b", 128), ("27b", 32), ("27b", 1))
+"""Model and requests of a decode step."""
+BATCHES = (("4b", 8, 2048), ("4b", 1, 16384), ("4b", 64, 256), ("27b", 8, 2048))
+"""Model, sequences and their length."""
 EPS = 1e-6
 CACHED = 2**27
 """Bytes of states that exceed the L2 cache: a graph goes through as many layers."""
 VLLM_OPS = ("vllm.model_executor.layers.fla.ops", "vllm.third_party.flash_linear_attention.ops")
 
-Calls = dict[str, dict[str, Callable]]
-"""Part -> contender -> call."""
+Step = Callable[[], object]
 
 
 def imported(*names: str):
@@ -55,82 +48,51 @@ def imported(*names: str):
     return None
 
 
-class Layer:
-    """Random operands of one layer: ``tokens`` rows of a model's projections."""
+def show(what: str, model: str, shape: str, who: str, **times: object) -> None:
+    cells = (f"{name} {value:.1f}" if isinstance(value, float) else f"{name} {value}" for name, value in times.items())
+    print(f"{what:<18} {model:<4} {shape:<10} {who:<7}", " | ".join(cells), flush=True)
 
-    def __init__(self, keys: int, heads: int, tokens: int) -> None:
+
+class Layer:
+    """Random operands of one layer: ``tokens`` rows of a model's projections, decode states of ``slots`` requests."""
+
+    def __init__(self, model: str, tokens: int, slots: int = 0) -> None:
         def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
             return torch.randn(*shape, device="cuda").to(dtype)
 
-        self.keys, self.heads, self.columns = keys, heads, 128 * (2 * keys + heads)
-        merged = normal(tokens, self.columns + 128 * heads)  # as vLLM's in_proj_qkvz
-        self.x, self.z = merged[:, : self.columns], merged[:, self.columns :].unflatten(1, (heads, 128))
-        self.conv, self.norm = normal(self.columns, 4) / 2, normal(128)
-        self.b, self.a = normal(tokens, 2 * heads, dtype=torch.float32).chunk(2, dim=1)
-        self.a_log, self.dt_bias = torch.rand(heads, device="cuda").mul(16).log(), normal(heads)
+        self.keys, self.heads = HEADS[model]
+        self.columns = 128 * (2 * self.keys + self.heads)
+        merged = normal(tokens, self.columns + 128 * self.heads)  # as vLLM's in_proj_qkvz
+        self.x, self.z = merged[:, : self.columns], merged[:, self.columns :].unflatten(1, (self.heads, 128))
+        self.taps, self.norm = normal(self.columns, 4) / 2, normal(128)
+        self.b, self.a = normal(tokens, 2 * self.heads, dtype=torch.float32).chunk(2, dim=1)
+        self.a_log, self.dt_bias = torch.rand(self.heads, device="cuda").mul(16).log(), normal(self.heads)
+        self.states = torch.zeros(slots, self.heads, 128, 128, device="cuda")
+        self.past = torch.zeros(slots, 3, self.columns, dtype=torch.bfloat16, device="cuda")
+
+    @property
+    def gates(self) -> tuple[torch.Tensor, ...]:
+        return self.b, self.a, self.a_log, self.dt_bias
 
 
-@torch.no_grad()
-def decode_calls(keys: int, heads: int, requests: int) -> Calls:
-    """Of one decode step."""
-    layers = [Layer(keys, heads, requests) for _ in range(max(2, CACHED // (requests * heads * 2**16) + 1))]
-    cu = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-    slots = torch.randperm(requests, device="cuda").int() + 1  # slot 0 is vLLM's null page
-    computed = torch.full_like(slots, 1000)
-    states = [torch.zeros(requests + 1, heads, 128, 128, device="cuda") for _ in layers]
-    pasts = [torch.zeros(requests + 1, 3, layer.columns, dtype=torch.bfloat16, device="cuda") for layer in layers]
-
-    def conv(layer: Layer, past: torch.Tensor, _) -> torch.Tensor:
-        return kernels.causal_conv1d_update(layer.x, layer.conv, past, slots, computed, cu)
-
-    def rule(layer: Layer, qkv: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        gates = layer.b, layer.a, layer.a_log, layer.dt_bias
-        return kernels.gated_delta_rule_update(qkv, *gates, state, slots, computed, cu)
-
-    def norm(layer: Layer, o: torch.Tensor) -> torch.Tensor:
-        return kernels.gated_rms_norm(o, layer.z, layer.norm, EPS)
-
-    contenders = {"jetrl": (conv, rule, norm)}
-    vllm_conv = imported("vllm.model_executor.layers.mamba.ops.causal_conv1d")
-    package = next((name for name in VLLM_OPS if imported(f"{name}.fused_recurrent")), None)
-    if package and vllm_conv:
-        packed = import_module(f"{package}.fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
-        norm_fn = import_module(f"{package}.layernorm_guard").rmsnorm_fn
-
-        def other_conv(layer: Layer, past: torch.Tensor, _) -> torch.Tensor:
-            return vllm_conv.causal_conv1d_update(
-                layer.overwritten, past.mT, layer.conv, None, "silu", conv_state_indices=slots
-            )
-
-        def other_rule(layer: Layer, qkv: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(requests, 1, heads, 128, dtype=torch.bfloat16, device="cuda")
-            gates = layer.rounded_a, layer.rounded_b, layer.a_log, layer.dt_bias
-            packed(qkv, *gates, 128**-0.5, state, out, slots, use_qk_l2norm_in_kernel=True)
-            return out
-
-        def other_norm(layer: Layer, o: torch.Tensor) -> torch.Tensor:
-            return norm_fn(o.view(-1, 128), layer.norm, None, layer.contiguous_z, EPS)
-
-        contenders["vllm"] = (other_conv, other_rule, other_norm)
-        for layer in layers:  # as vLLM has them
-            layer.rounded_a, layer.rounded_b = layer.a.bfloat16(), layer.b.bfloat16()
-            layer.contiguous_z, layer.overwritten = layer.z.reshape(-1, 128), layer.x.clone()
-
-    calls: Calls = {part: {} for part in ("decode", "conv", "rule", "norm")}
-    for name, (conv_, rule_, norm_) in contenders.items():
-        qkvs = [conv_(layer, past, None) for layer, past in zip(layers, pasts, strict=True)]
-        os = [rule_(*operands) for operands in zip(layers, qkvs, states, strict=True)]
-        whole = [partial(lambda layer, past, state, c, r, n: n(layer, r(layer, c(layer, past, None), state)),
-                         layer, past, state, conv_, rule_, norm_)
-                 for layer, past, state in zip(layers, pasts, states, strict=True)]  # fmt: skip
-        calls["decode"][name] = captured(whole)
-        calls["conv"][name] = captured([partial(conv_, *operands, None) for operands in zip(layers, pasts)])
-        calls["rule"][name] = captured([partial(rule_, *operands) for operands in zip(layers, qkvs, states)])
-        calls["norm"][name] = captured([partial(norm_, *operands) for operands in zip(layers, os)])
-    return calls
+# --- clocks -----------------------------------------------------------------------------------------------------------
 
 
-def captured(steps: list[Callable]) -> Callable[[], float]:
+def microseconds(step: Step, repeats: int, rounds: int = 5) -> float:
+    """Median of the times of ``repeats`` calls, per call."""
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            step()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / repeats)
+    return statistics.median(times)
+
+
+def captured(steps: list[Step]) -> float:
     """Microseconds per step of a CUDA graph of these."""
     for step in steps:
         step()
@@ -139,137 +101,191 @@ def captured(steps: list[Callable]) -> Callable[[], float]:
     with torch.cuda.graph(graph):
         for step in steps:
             step()
-    replays = max(3, 40 // len(steps))
-
-    def time() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end) / replays / len(steps)
-
-    return time
+    graph.replay()
+    return microseconds(graph.replay, max(2, 64 // len(steps))) / len(steps)
 
 
-def eager(step: Callable) -> Callable[[], float]:
-    """Microseconds per call of ``step``."""
+def eager(step: Step) -> float:
+    """Microseconds per call; slow ones are called once more only."""
     step()
-
-    def time() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        step()
-        begin.record()
-        for _ in range(3):
-            step()
-        end.record()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end) / 3
-
-    return time
+    once = microseconds(step, 1, 1)
+    return once if once > 2e4 else microseconds(step, 4)
 
 
-def train_calls(keys: int, heads: int, lengths: tuple[int, ...]) -> Calls:
-    """Of one micro-batch, forward and with backward."""
-    layer = Layer(keys, heads, sum(lengths))
-    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
-    # Autograd's leaves are contiguous, as in_proj_qkv and in_proj_z are two linears in the trainer.
-    leaves = [x.detach().contiguous().requires_grad_() for x in
-              (layer.x, layer.conv, layer.b, layer.a, layer.a_log, layer.dt_bias, layer.z, layer.norm)]  # fmt: skip
+# --- decode -----------------------------------------------------------------------------------------------------------
 
-    def conv(x, weight, *_):
-        return kernels.causal_conv1d(x, weight, cu)
 
-    qkv = conv(*leaves).detach().requires_grad_()
-
-    def rule(qkv, b, a, a_log, dt_bias, *_):
-        return kernels.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu)
-
-    def norm(o, z, weight):
-        return kernels.gated_rms_norm(o, z, weight, EPS)
-
-    contenders: dict[str, Callable] = {"jetrl": rule}
-    fla = imported("fla.ops.gated_delta_rule")
-    if fla:
-
-        def other_rule(qkv, b, a, a_log, dt_bias, *_):
-            q, k, v = qkv[None].split([128 * keys, 128 * keys, 128 * heads], dim=-1)
-            q, k, v = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
-            q, k = (x.repeat_interleave(heads // keys, dim=2) for x in (q, k))
-            g = -a_log.float().exp() * F.softplus(a.float() + dt_bias)
-            beta = b.sigmoid().bfloat16()
-            options = {"cu_seqlens": cu, "use_qk_l2norm_in_kernel": True}
-            return fla.chunk_gated_delta_rule(q, k, v, g[None], beta[None], **options)[0][0]
-
-        contenders["fla"] = other_rule
-
-    o = rule(qkv, *leaves[2:]).detach().requires_grad_()
-    do, dy, dqkv = (
-        torch.randn_like(o),
-        torch.randn(len(o), heads * 128, device="cuda").bfloat16(),
-        torch.randn_like(qkv),
+def jetrl_decode(layers: list[Layer], requests: int) -> tuple[Callable, Callable, Callable]:
+    """Conv, rule and norm of a layer, given what the one before returned."""
+    places = (
+        torch.randperm(requests, device="cuda").int() + 1,  # slot 0 is vLLM's null page
+        torch.full((requests,), 1000, dtype=torch.int32, device="cuda"),
+        torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
+    )
+    return (
+        lambda layer, _: kernels.causal_conv1d_update(layer.x, layer.taps, layer.past, *places),
+        lambda layer, qkv: kernels.gated_delta_rule_update(qkv, *layer.gates, layer.states, *places),
+        lambda layer, o: kernels.gated_rms_norm(o, layer.z, layer.norm, EPS),
     )
 
-    def with_backward(forward: Callable, operands: list, gradient: torch.Tensor) -> None:
-        torch.autograd.grad(forward(*operands), [x for x in operands if x.requires_grad], gradient)
 
-    calls: Calls = {}
-    for name, call, operands, gradient in (
-        ("conv", {"jetrl": conv}, leaves[:2], dqkv),
-        ("rule", contenders, [qkv, *leaves[2:6]], do),
-        ("norm", {"jetrl": norm}, [o, *leaves[6:]], dy),
-    ):
-        calls[f"{name} forward"] = {who: eager(torch.no_grad()(partial(f, *operands))) for who, f in call.items()}
-        calls[f"{name} forward + backward"] = {
-            who: eager(partial(with_backward, f, operands, gradient)) for who, f in call.items()
-        }
-    return calls
+def vllm_decode(layers: list[Layer], requests: int) -> tuple[Callable, Callable, Callable] | None:
+    """As :func:`jetrl_decode`, by vLLM's kernels."""
+    convolution = imported("vllm.model_executor.layers.mamba.ops.causal_conv1d")
+    package = next((name for name in VLLM_OPS if imported(f"{name}.fused_recurrent")), None)
+    if convolution is None or package is None:
+        return None
+    packed = import_module(f"{package}.fused_recurrent").fused_recurrent_gated_delta_rule_packed_decode
+    normed = import_module(f"{package}.layernorm_guard").rmsnorm_fn
+    slots = torch.randperm(requests, device="cuda").int() + 1
+    for layer in layers:  # in vLLM's types; the convolution overwrites its input
+        layer.rounded, layer.overwritten = (layer.a.bfloat16(), layer.b.bfloat16()), layer.x.clone()
+        layer.gate = layer.z.reshape(-1, 128)
+
+    def conv(layer: Layer, _: object) -> torch.Tensor:
+        update = convolution.causal_conv1d_update
+        return update(layer.overwritten, layer.past.mT, layer.taps, None, "silu", conv_state_indices=slots)
+
+    def rule(layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(requests, 1, layer.heads, 128, dtype=torch.bfloat16, device="cuda")
+        operands = qkv, *layer.rounded, layer.a_log, layer.dt_bias, 128**-0.5, layer.states, out, slots
+        packed(*operands, use_qk_l2norm_in_kernel=True)
+        return out
+
+    return conv, rule, lambda layer, o: normed(o.view(-1, 128), layer.norm, None, layer.gate, EPS)
 
 
-def measure(calls: Calls, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds of each part by contender, the median of rounds in which contenders take turns."""
-    times = {part: {name: [] for name in contenders} for part, contenders in calls.items()}
-    for _ in range(rounds):
-        for part, contenders in calls.items():
-            for name, time in contenders.items():
-                times[part][name].append(time())
-    return {part: {name: statistics.median(of) for name, of in names.items()} for part, names in times.items()}
+@torch.no_grad()
+def decode(who: str, model: str, requests: int) -> None:
+    heads = HEADS[model][1]
+    layers = [Layer(model, requests, requests + 1) for _ in range(max(2, CACHED // (requests * heads * 2**16) + 1))]
+    operations = (jetrl_decode if who == "jetrl" else vllm_decode)(layers, requests)
+    if operations is None:
+        return
+    conv, rule, norm = operations
+    qkvs = [conv(layer, None) for layer in layers]
+    os = [rule(layer, qkv) for layer, qkv in zip(layers, qkvs, strict=True)]
+    whole = [lambda layer=layer: norm(layer, rule(layer, conv(layer, None))) for layer in layers]
+    parts = {
+        "conv": captured([partial(conv, layer, None) for layer in layers]),
+        "rule": captured([partial(rule, *operands) for operands in zip(layers, qkvs, strict=True)]),
+        "norm": captured([partial(norm, *operands) for operands in zip(layers, os, strict=True)]),
+        "together": captured(whole),
+    }
+    rate = requests * heads * 2**17 / parts["rule"] / 1e3
+    show("decode", model, f"{requests} requests", who, **parts, **{"GB/s of the rule": f"{rate:.0f}"})
+
+
+@torch.no_grad()
+def decode_by_chunks(model: str, requests: int) -> None:
+    from benchmarks.delta_chunks import Decode
+
+    keys, heads = HEADS[model]
+    layers = [Layer(model, requests) for _ in range(max(2, CACHED // (requests * heads * 2**16) + 1))]
+    rules = [Decode(requests, keys, heads, "cuda") for _ in layers]
+    slots = torch.randperm(requests, device="cuda").int()
+    times = {}
+    for columns, warps in ((64, 4), (32, 4), (128, 8)):
+        computed = torch.full_like(slots, 40)
+        steps = [
+            partial(one.step, layer.x.contiguous(), *layer.gates, slots, computed, columns, warps)
+            for one, layer in zip(rules, layers, strict=True)
+        ]
+        times[f"rule, {columns} columns"] = captured(steps)
+    show("decode", model, f"{requests} requests", "chunks", **times)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def fla_rule(layer: Layer, cu: torch.Tensor) -> Callable | None:
+    """flash-linear-attention's rule of q | k | v, b, a, A_log and dt_bias."""
+    fla = imported("fla.ops.gated_delta_rule")
+    if fla is None:
+        return None
+
+    def rule(qkv, b, a, a_log, dt_bias):
+        q, k, v = qkv[None].split([128 * layer.keys, 128 * layer.keys, 128 * layer.heads], dim=-1)
+        q, k, v = (x.unflatten(-1, (-1, 128)) for x in (q, k, v))
+        q, k = (x.repeat_interleave(layer.heads // layer.keys, dim=2) for x in (q, k))
+        g = -a_log.exp() * F.softplus(a + dt_bias.float())
+        options = {"cu_seqlens": cu, "use_qk_l2norm_in_kernel": True}
+        return fla.chunk_gated_delta_rule(q, k, v, g[None], b.sigmoid().bfloat16()[None], **options)[0][0]
+
+    return rule
+
+
+def training(who: str, model: str, sequences: int, length: int) -> None:
+    layer = Layer(model, sequences * length)
+    cu = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * length
+    x, taps, z, norm = (t.detach().contiguous().requires_grad_() for t in (layer.x, layer.taps, layer.z, layer.norm))
+    gates = [t.detach().contiguous().requires_grad_() for t in layer.gates]
+    with torch.no_grad():
+        qkv = kernels.causal_conv1d(x, taps, cu)
+    qkv.requires_grad_()
+    o = torch.randn(*layer.z.shape, device="cuda").bfloat16().requires_grad_()
+    operations = {
+        "conv": (lambda x, taps: kernels.causal_conv1d(x, taps, cu), [x, taps]),
+        "rule": (lambda *operands: kernels.gated_delta_rule(*operands, cu), [qkv, *gates]),
+        "norm": (lambda *operands: kernels.gated_rms_norm(*operands, EPS), [o, z, norm]),
+    }
+    if who == "fla":
+        rule = fla_rule(layer, cu)
+        if rule is None:
+            return
+        operations = {"rule": (rule, [qkv, *gates])}
+    shape = f"{sequences} x {length}"
+    with torch.no_grad():
+        times = {name: eager(partial(call, *operands)) for name, (call, operands) in operations.items()}
+    show("forward", model, shape, who, **times)
+
+    def with_backward(call: Callable, operands: list[torch.Tensor]) -> None:
+        y = call(*operands)
+        torch.autograd.grad(y, operands, torch.ones_like(y))
+
+    times = {name: eager(partial(with_backward, *operation)) for name, operation in operations.items()}
+    show("forward + backward", model, shape, who, **times)
+
+
+@torch.no_grad()
+def forward_by_chunks(model: str, sequences: int, length: int) -> None:
+    from benchmarks.delta_chunks import advance, prepare
+
+    layer = Layer(model, sequences * length)
+    cu = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * length
+    qkv = kernels.causal_conv1d(layer.x, layer.taps, cu)
+    prepared = prepare(qkv, *layer.gates, cu)
+    times = {"prepare": eager(lambda: prepare(qkv, *layer.gates, cu))}
+    for columns, warps in ((32, 4), (64, 4), (64, 8)):
+        times[f"{columns} columns"] = eager(partial(advance, prepared, qkv, layer.heads, cu, columns, warps, 1))
+    o = advance(prepared, qkv, layer.heads, cu, 32, 4, 1)[0].float()
+    recurrent = kernels.gated_delta_rule(qkv, *layer.gates, cu).float()
+    times["distance from the recurrence"] = f"{((o - recurrent).norm() / recurrent.norm()).item():.1e}"
+    show("forward", model, f"{sequences} x {length}", "chunks", **times)
 
 
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=HEADS, default=["4b", "27b"])
-    parser.add_argument("--what", nargs="+", choices=("decode", "train"), default=["decode", "train"])
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="write the record as JSON")
+    parser.add_argument("--only", choices=("decode", "train"), help="leave out the other one")
+    parser.add_argument("--model", choices=HEADS, help="leave out the other one")
     options = parser.parse_args(words)
     if not torch.cuda.is_available():
         print("no NVIDIA GPU is visible; run this where there is one", file=sys.stderr)
         return 1
-    table = Table("what", "model", "shape", "part", "jetrl us", "other us", "ratio", "GB/s", box=SIMPLE_HEAD)
-    records = []
     torch.manual_seed(0)
-    for model in options.models:
-        keys, heads = HEADS[model]
-        cases = [("decode", f"{n} requests", partial(decode_calls, keys, heads, n), n * heads * 2**17)
-                 for n in options.batches]  # fmt: skip
-        cases += [("train", name, partial(train_calls, keys, heads, lengths), None) for name, lengths in PACKED.items()]
-        for what, shape, make, moved in cases:
-            if what not in options.what:
-                continue
-            for part, times in measure(make(), options.rounds).items():
-                jetrl, others = times.pop("jetrl"), list(times.values())
-                rate = moved / jetrl / 1e3 if moved and part in ("decode", "rule") else None
-                cells = [f"{jetrl:.1f}", *([f"{others[0]:.1f}", f"{jetrl / others[0]:.2f}"] if others else ["", ""])]
-                table.add_row(what, model, shape, part, *cells, f"{rate:.0f}" if rate else "")
-                records.append({"what": what, "model": model, "shape": shape, "part": part, "jetrl": jetrl, **times})
+    decodes = [case for case in DECODES if options.model in (None, case[0]) and options.only != "train"]
+    batches = [case for case in BATCHES if options.model in (None, case[0]) and options.only != "decode"]
+    for contender, run, cases in (
+        ("jetrl", decode, decodes),
+        ("jetrl", training, batches),
+        ("fla", training, batches),
+        ("vllm", decode, decodes),
+        (None, forward_by_chunks, batches),
+        (None, decode_by_chunks, decodes),
+    ):
+        for case in cases:
+            run(*([contender] if contender else []), *case)
             torch.cuda.empty_cache()
-    Console(width=140).print(table)
-    if options.out:
-        options.out.write_text(json.dumps({"build": provenance(), "records": records}, indent=1) + "\n")
     return 0
 
 

@@ -42,6 +42,12 @@ COMMAND_ROWS: dict[str, Row] = {
         scope=Scope("jetrl diff and jetrl memory"),
         instead="Set a model of one of these types",
     ),
+    "hybrid_of_diff": Row(
+        "a hybrid of delta nets and attention",
+        "it does not record the operations of a delta net",
+        scope=Scope("jetrl diff"),
+        instead="Set a model with attention in every layer",
+    ),
     "reward_model_of_compare": Row(
         "a reward model",
         "it scores with a reward function",

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers import Qwen3Config
 
 from jetrl_verl.algorithms.invariant_scaling import fold, fold_missing
@@ -95,6 +95,12 @@ def folder(tmp_path):
     Qwen3Config(vocab_size=len(tokenizer) + 7, max_position_embeddings=64).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_a_hybrid_is_refused(tmp_path):
+    tiny_config("qwen3_5").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="is not supported with jetrl diff: it does not record the operations of a de"):
+        read_prompts(tmp_path, None, 4)
 
 
 def test_prompts_of_every_form(folder):

@@ -12,6 +12,7 @@ from vllm_engine import sync
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
+from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
 from jetrl_verl.sync.quantize import quantize_stream
@@ -42,7 +43,7 @@ def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=N
     """Stream of a trainer with linears of this format; ``edit`` changes tensors after their sums are taken."""
     model = build_policy(FAMILY, seed)
     plans = plan_linears(model.config, format_name=linears)
-    stated = stated_operations(CPU, operations)
+    stated = stated_operations(CPU, operations, variant=family(model.config).variant(model.config))
     weights = quantize_stream(model.state_dict().items(), plans, "fp32")
     share_operations(model)
     facts = dict(operations=stated, constants=stated_constants(model))

@@ -8,6 +8,7 @@ import torch
 from tiny_models import tiny_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import logits_processor, vocab_parallel_embedding
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -25,10 +26,11 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 def processor():
     """vLLM's logits processor, replaced by the shared one as in a model."""
     with set_current_vllm_config(VllmConfig()):
-        layer = LogitsProcessor(VOCABULARY)
-    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
+        layer, norm = LogitsProcessor(VOCABULARY), RMSNorm(K)
+    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(), "norm": norm})
     model = torch.nn.ModuleDict({"model": layers, "logits_processor": layer})
-    shared_operations.share_operations(model, tiny_config("llama"))
+    model.config = tiny_config("llama", num_hidden_layers=0)
+    shared_operations.share_operations(model, model.config)
     assert type(layer) is shared_operations.SharedLogitsProcessor
     return layer
 

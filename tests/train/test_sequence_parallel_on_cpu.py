@@ -139,11 +139,17 @@ def every_arrangement(rank: int, folder: str) -> None:
     assert all(torch.equal(gradient, gradients["FSDP2"][name]) for name, gradient in gradients[stored].items())
 
 
-def test_every_arrangement_of_the_trainer_repeats_the_rollouts_sums(cpu_platform, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2)),
+        pytest.param("qwen3_5", dict(linear_num_key_heads=2), marks=pytest.mark.slow),
+    ],
+)
+def test_every_arrangement_of_the_trainer_repeats_the_rollouts_sums(cpu_platform, tmp_path, family, sizes):
     """FSDP, HSDP, Ulysses and micro-batches change no bit of a forward; two replicas of one rank each have all
     weights."""
-    sizes = dict(hidden_size=512, num_attention_heads=4, num_key_value_heads=2, intermediate_size=512)
-    tiny_model("qwen3", **sizes).save_pretrained(tmp_path)
+    tiny_model(family, **sizes, intermediate_size=512).save_pretrained(tmp_path)
     run_in_two_processes(every_arrangement, str(tmp_path))
 
 

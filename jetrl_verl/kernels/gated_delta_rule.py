@@ -137,6 +137,25 @@ def _shared_kernel(
 
 
 @jit
+def _load_state(ptr, each, known, PAIRED: tl.constexpr):
+    """A tile of the state, FP32; ``ptr`` to int64 words of two neighboring values or to single ones."""
+    if PAIRED:
+        words = tl.load(ptr, mask=known, other=0)
+        return tl.where(each == 0, words.to(tl.int32), (words >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+    else:
+        return tl.load(ptr, mask=known, other=0.0)
+
+
+@jit
+def _store_state(ptr, state, each, known, PAIRED: tl.constexpr):
+    if PAIRED:
+        halves = (state.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) << (32 * each).to(tl.int64)
+        tl.store(ptr, tl.sum(halves, axis=3, keep_dims=True), mask=known)
+    else:
+        tl.store(ptr, state, mask=known)
+
+
+@jit
 def _vectors(words_ptr, keys, values_ptr):
     return tl.load(words_ptr), tl.load(words_ptr + keys * (_WIDTH // 4)), tl.load(values_ptr)
 
@@ -154,7 +173,7 @@ def _scalars(b_ptr, a_ptr, SHARED: tl.constexpr):
 def _rule_kernel(
     words_ptr, values_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, states_ptr, slots_ptr,
     computed_ptr, cu_ptr, out_ptr, tokens, sequences, keys, heads, stride_b, stride_a, stride_slot, stride_head,
-    stride_key, stride_value, paged, SHARED: tl.constexpr,
+    stride_key, stride_value, paged, SHARED: tl.constexpr, PAIRED: tl.constexpr,
     VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
     SLICES: tl.constexpr = _WIDTH // (VALUES * WARPS * EACH)
@@ -167,18 +186,20 @@ def _rule_kernel(
     slot = tl.where(known, slot, -1)
     resumed = tl.load(computed_ptr + sequence, mask=known & (paged != 0), other=0) > 0
 
-    value = tl.arange(0, WARPS)[None, None, :, None, None] * EACH + (tl.arange(0, EACH) ^ 1)[None, None, None, :, None]
-    value = (slice * WARPS * EACH + value) * VALUES + (tl.arange(0, VALUES) ^ 1)[:, None, None, None, None]
-    value = tl.broadcast_to(value, (VALUES, LANES, WARPS, EACH, 1))
+    pair = (slice * WARPS + tl.arange(0, WARPS)[None, None, :, None, None]) * VALUES
+    pair += (tl.arange(0, VALUES) ^ 1)[:, None, None, None, None]
+    each = (tl.arange(0, EACH) ^ 1)[None, None, None, :, None]
+    value = tl.broadcast_to(pair * EACH + each, (VALUES, LANES, WARPS, EACH, 1))
     word = tl.arange(0, LANES)[None, :, None, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, None, :]
     word = tl.broadcast_to(word, (VALUES, LANES, WARPS, 1, WORDS))
+    # Of two values as one number, or of each one.
     states_ptr += slot * stride_slot + head * stride_head
-    place = word * 4 * stride_key + value * stride_value
+    place = word * 4 * stride_key + (pair if PAIRED else value * stride_value)
     read = (place >= 0) & (slot >= 0) & resumed
-    s0 = tl.load(states_ptr + place, mask=read, other=0.0)
-    s1 = tl.load(states_ptr + stride_key + place, mask=read, other=0.0)
-    s2 = tl.load(states_ptr + 2 * stride_key + place, mask=read, other=0.0)
-    s3 = tl.load(states_ptr + 3 * stride_key + place, mask=read, other=0.0)
+    s0 = _load_state(states_ptr + place, each, read, PAIRED)
+    s1 = _load_state(states_ptr + stride_key + place, each, read, PAIRED)
+    s2 = _load_state(states_ptr + 2 * stride_key + place, each, read, PAIRED)
+    s3 = _load_state(states_ptr + 3 * stride_key + place, each, read, PAIRED)
 
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     start = tl.minimum(first, tokens - 1).to(tl.int64)  # a sequence without tokens loads another's
@@ -225,10 +246,10 @@ def _rule_kernel(
         tl.store(out_ptr + value, tl.where(slot >= 0, o, 0.0).to(tl.bfloat16))
         out_ptr += heads * _WIDTH
     written = (place >= 0) & (slot >= 0) & (paged != 0) & (first < last)
-    tl.store(states_ptr + place, s0, mask=written)
-    tl.store(states_ptr + stride_key + place, s1, mask=written)
-    tl.store(states_ptr + 2 * stride_key + place, s2, mask=written)
-    tl.store(states_ptr + 3 * stride_key + place, s3, mask=written)
+    _store_state(states_ptr + place, s0, each, written, PAIRED)
+    _store_state(states_ptr + stride_key + place, s1, each, written, PAIRED)
+    _store_state(states_ptr + 2 * stride_key + place, s2, each, written, PAIRED)
+    _store_state(states_ptr + 3 * stride_key + place, s3, each, written, PAIRED)
 
 
 @implements("gated_delta_rule_update", "triton")
@@ -277,6 +298,10 @@ def triton_gated_delta_rule_update(
             num_warps=_LAYOUT["WARPS"],
         )
         b, a = norms, gates
+    strides = states.stride() if paged else (0, 0, 0, 1)
+    paired = strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
+    if paged and paired:
+        states, strides = states.view(torch.int64), [stride // 2 for stride in strides]
     # Pointers of what is absent are never dereferenced.
     _rule_kernel[((sequences + 1) * heads * _SLICES,)](
         words,
@@ -285,7 +310,7 @@ def triton_gated_delta_rule_update(
         a,
         a_log,
         dt_bias,
-        states if paged else b,
+        states if paged else words,
         slots if paged else cu_seqlens,
         computed if paged else cu_seqlens,
         cu_seqlens,
@@ -296,9 +321,10 @@ def triton_gated_delta_rule_update(
         heads,
         b.stride(0),
         a.stride(0),
-        *(states.stride() if paged else (0, 0, 0, 0)),
+        *strides,
         int(paged),
         SHARED=shared,
+        PAIRED=paired,
         **_LAYOUT,
         num_warps=_LAYOUT["WARPS"],
         maxnreg=_MOST_REGISTERS[shared],

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from backends import triton_kernels
+from slow import slow
 from test_delta_net_on_cpu import EPS, HEADS, by_formula, check_cuts, inputs, layer, normal, sequences
 
 from jetrl_verl import kernels
@@ -23,9 +24,10 @@ def _by_triton():
         yield
 
 
-def test_every_cut_has_the_bits_of_whole_sequences():
+@pytest.mark.parametrize("strided", [False, slow(True)])
+def test_every_cut_has_the_bits_of_whole_sequences(strided):
     """Norms and gates of the sequences in a launch of their own, of the steps in the rule's."""
-    check_cuts(1, 4, True, lengths=(3, 1, 8))
+    check_cuts(1, 4, strided, lengths=(3, 1, 8))
 
 
 def test_values_and_gradients():

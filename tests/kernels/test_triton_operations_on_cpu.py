@@ -33,9 +33,11 @@ BF16, FP32 = "*bf16", "*fp32"
 conv, norm, rule = (
     sys.modules[f"jetrl_verl.kernels.{name}"] for name in ("causal_conv1d", "gated_rms_norm", "gated_delta_rule")
 )  # the package's attributes are the functions
-OF_THE_RULE = dict.fromkeys(("words_ptr",), "*i64") | dict.fromkeys(("slots_ptr", "computed_ptr", "cu_ptr"), "*i32")
+OF_THE_RULE = dict.fromkeys(("words_ptr", "states_ptr"), "*i64") | dict.fromkeys(
+    ("slots_ptr", "computed_ptr", "cu_ptr"), "*i32"
+)
 OF_THE_RULE |= dict.fromkeys(("values_ptr", "dt_bias_ptr", "out_ptr"), BF16)
-OF_THE_RULE |= dict.fromkeys(("b_ptr", "a_ptr", "a_log_ptr", "norms_ptr", "gates_ptr", "states_ptr"), FP32)
+OF_THE_RULE |= dict.fromkeys(("b_ptr", "a_ptr", "a_log_ptr", "norms_ptr", "gates_ptr"), FP32)
 OF_THE_CONV = {"weight_ptr": "*i64"} | dict.fromkeys(("slots_ptr", "computed_ptr", "cu_ptr"), "*i32")
 OF_THE_CONV |= dict.fromkeys(("x_ptr", "dy_ptr", "dx_ptr", "y_ptr", "states_ptr"), BF16) | {"dw_ptr": FP32}
 OF_THE_NORM = dict.fromkeys(("o_ptr", "z_ptr", "weight_ptr", "y_ptr", "dy_ptr", "do_ptr", "dz_ptr"), BF16)
@@ -152,7 +154,9 @@ def test_a_token_of_the_delta_rule_waits_for_no_other_warp():
     """Sums over keys are in a thread and between eight lanes, in one order whether norms and gates are shared."""
     sums = []
     for shared in (True, False):
-        ptx = ptx_for_hopper(rule._rule_kernel, OF_THE_RULE, {"SHARED": shared, **rule._LAYOUT}, num_warps=4)
+        ptx = ptx_for_hopper(
+            rule._rule_kernel, OF_THE_RULE, {"SHARED": shared, "PAIRED": True, **rule._LAYOUT}, num_warps=4
+        )
         assert not re.search(r"\bbar\.sync|\.shared\b", ptx)
         sums.append([ptx.count("shfl.sync.bfly"), ptx.count("rsqrt.approx")])
     # Of two sums in two columns each, three steps of lanes; of both norms and their product.

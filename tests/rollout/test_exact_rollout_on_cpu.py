@@ -142,6 +142,13 @@ class Rollout:
 
         sampler.draw = counted_draw
 
+    def check_crowded(self, outputs: list) -> None:
+        """Each request of :func:`prompts_with_shared_prefixes` has two of the outputs."""
+        # vLLM cuts a hybrid's prompts at ends of blocks alone.
+        assert self.chunks > (2 if self.family in HYBRIDS else len(outputs) // 2), "no prompt was cut"
+        assert self.preemptions > 0, "no request was preempted"
+        assert any(output.num_cached_tokens >= 16 for output in outputs), "no prefix was reused"
+
     def generate(self, prompts: list[list[int]], temperatures: list[float], **sampling):
         from vllm import SamplingParams
 
@@ -235,11 +242,8 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     temperatures = [TEMPERATURES[i % 3] for i in range(len(prompts))]
     outputs = rollout.generate(prompts, temperatures)
     again = rollout.generate(prompts, temperatures)
-    # vLLM cuts a hybrid's prompts at ends of blocks alone.
-    assert rollout.chunks > (2 if rollout.family in HYBRIDS else len(prompts)), "no prompt was cut"
-    assert rollout.preemptions > 0, "no request was preempted"
+    rollout.check_crowded(outputs + again)
     assert rollout.draws >= 80, "each of two times 40 tokens is drawn by the shared sampler"
-    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
     assert all(token < TOKENS for output in outputs for token in output.outputs[0].token_ids)
 
     model = build_trainer(rollout.family, seed)

@@ -61,9 +61,7 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     temperatures = [TEMPERATURES[i % 3] for i in range(len(prompts))]
     outputs = rollout.generate(prompts, temperatures)
     again = rollout.generate(prompts, temperatures)
-    assert rollout.chunks > len(prompts), "no prompt was cut"
-    assert rollout.preemptions > 0, "no request was preempted"
-    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
+    rollout.check_crowded(outputs + again)
 
     model = build_trainer(FAMILY, seed, "fp8")
     with torch.no_grad():

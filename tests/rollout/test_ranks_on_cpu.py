@@ -16,10 +16,11 @@ SEED = 11
 SHAPES = {
     "llama": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1024),
     "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
+    "qwen3_5": dict(linear_num_key_heads=2, intermediate_size=1024),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
 }
 """Inputs of o and down divide into eight parts of whole blocks, the mixture's into two."""
-ORDERED = {"llama": 2, "qwen3": 2, "qwen3_moe": 1}
+ORDERED = {"llama": 2, "qwen3": 2, "qwen3_5": 2, "qwen3_moe": 1}
 """Row-parallel linears of a layer; a mixture sums over ranks itself."""
 
 
@@ -37,7 +38,9 @@ def load(worker, family: str) -> int:
     from jetrl_verl.rollout.row_parallel import OrderedRowParallelLinear
 
     source, model = policy(family), worker.model_runner.model
-    weights = {name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items()}
+    weights = {
+        name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items() if ".visual." not in name
+    }
     others = []
     for name, tensor in as_tensors(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE)):
         if is_of_experts(name, source.config):
@@ -52,16 +55,16 @@ def load(worker, family: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_moe", 2)]
+    ("family", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_5", 2), ("qwen3_moe", 2)]
 )
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():
         policy(family).to(torch.bfloat16).save_pretrained(tmp_path)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
-        settings = dict(load_format="dummy", tensor_parallel_size=ranks) | vllm_engine.CROWDED
+        settings = dict(load_format="dummy", tensor_parallel_size=ranks) | checks.crowded(family)
         llm, _ = vllm_engine.start(tmp_path, options, **settings)
         try:
-            layers = policy(family).config.num_hidden_layers
+            layers = policy(family).config.get_text_config().num_hidden_layers
             assert llm.collective_rpc(load, args=(family,)) == [ORDERED[family] * layers] * ranks
             rollout = checks.Rollout(family, llm, None)
             rollout.watch()
@@ -70,9 +73,7 @@ def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, t
             outputs, again = (rollout.generate(prompts, temperatures) for _ in range(2))
         finally:
             llm.llm_engine.engine_core.shutdown()
-    assert rollout.chunks > len(prompts), "no prompt was cut"
-    assert rollout.preemptions > 0, "no request was preempted"
-    assert any(output.num_cached_tokens >= 16 for output in outputs + again), "no prefix was reused"
+    rollout.check_crowded(outputs + again)
 
     with torch.no_grad():
         model = checks.as_trainer(policy(family), tp=ranks)

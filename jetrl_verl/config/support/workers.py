@@ -44,9 +44,9 @@ COMMAND_ROWS: dict[str, Row] = {
     ),
     "hybrid_of_diff": Row(
         "a hybrid of delta nets and attention",
-        "it does not record the operations of a delta net",
-        scope=Scope("jetrl diff"),
-        instead="Set a model with attention in every layer",
+        "a delta net of stock operations has no parts that can be recorded",
+        scope=Scope("jetrl diff of stock operations"),
+        instead="Set precision=jet_fp8_exact",
     ),
     "reward_model_of_compare": Row(
         "a reward model",

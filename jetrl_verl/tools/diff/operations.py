@@ -6,9 +6,11 @@ Each has one output per token and depends on earlier operations only, so the fir
 Merged projections (q/k/v, gate/up) are split. A residual sum, which vLLM computes inside its norm, is an operation of
 kind ``norm``. A mixture is its router's logits, the choice (a row of ``[E]`` weights, 0 for experts that a token does
 not go to), the experts, and their combination; stock engines return experts already combined. With a quantized KV cache
-``k_cache`` and ``v_cache`` are what attention reads: quantized and dequantized, or unchanged in a stock trainer.
+``k_cache`` and ``v_cache`` are what attention reads: quantized and dequantized, or unchanged in a stock trainer. A
+delta net is its projections, convolution, rule and gated norm, of shared operations alone.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,38 +19,43 @@ from jetrl_verl.models import Family, family, model_types
 from jetrl_verl.models.families.base import leaf
 
 KINDS = (
-    *("embedding", "linear", "norm", "rotary", "kv_cache", "attention", "activation", "router", "choice", "combine"),
-    *("lm_head", "sampler"),
+    *("embedding", "linear", "norm", "rotary", "kv_cache", "attention", "convolution", "delta_rule", "activation"),
+    *("router", "choice", "combine", "lm_head", "sampler"),
 )
-"""Projections and experts are ``linear``."""
+"""Projections and experts are ``linear``, the gate of an attention's output ``activation``."""
 
 _FIRST = {"embedding": "embedding"}
 _LAST = {"final_residual": "norm", "final_norm": "norm", "lm_head": "lm_head", "sampler": "sampler"}
 
 
 def _of_layer(family: Family, shared: bool = True, kv_cache: bool = True) -> dict[str, str]:
-    """Name -> kind of the operations of a decoder layer, in order; projections and QK norms have the family's names."""
+    """Name -> kind of the operations of a decoder layer of one kind, in order; projections and QK norms have the
+    family's names."""
     if family.experts is None:
         mlp = {leaf(family.gate): "linear", leaf(family.up): "linear", "activation": "activation"}
         mlp |= {leaf(family.down): "linear"}
     else:
         mlp = {"router": "router", "choice": "choice", "experts": "linear"} | ({"combine": "combine"} if shared else {})
-    kinds = {
-        "input_residual": "norm",
-        "input_norm": "norm",
-        **dict.fromkeys(map(leaf, (family.q, family.k, family.v)), "linear"),
-        **dict.fromkeys(map(leaf, filter(None, (family.q_norm, family.k_norm))), "norm"),
-        **dict.fromkeys(("q_rotary", "k_rotary"), "rotary"),
-        **dict.fromkeys(("k_cache", "v_cache") if kv_cache else (), "kv_cache"),
-        "attention": "attention",
-        leaf(family.o): "linear",
-        "post_residual": "norm",
-        "post_norm": "norm",
-    }
-    return kinds | mlp
+    first = {"input_residual": "norm", "input_norm": "norm"}
+    if (delta := family.delta_net) is not None:
+        first |= {leaf(delta.qkv): "linear", leaf(delta.z): "linear", "convolution": "convolution"}
+        first |= {leaf(delta.b): "linear", leaf(delta.a): "linear", "delta_rule": "delta_rule", "gated_norm": "norm"}
+        first |= {leaf(delta.out): "linear"}
+    else:
+        first |= dict.fromkeys(map(leaf, (family.q, family.k, family.v)), "linear")
+        first |= dict.fromkeys(map(leaf, filter(None, (family.q_norm, family.k_norm))), "norm")
+        first |= dict.fromkeys(("q_rotary", "k_rotary"), "rotary")
+        first |= dict.fromkeys(("k_cache", "v_cache") if kv_cache else (), "kv_cache")
+        first |= {"attention": "attention"} | ({"gated": "activation"} if family.gated else {})
+        first |= {leaf(family.o): "linear"}
+    return first | {"post_residual": "norm", "post_norm": "norm"} | mlp
 
 
-_FAMILIES = [family({"model_type": model_type}) for model_type in model_types()]
+def _kinds_of_layers(family: Family) -> tuple[Family, ...]:
+    return (family,) if family.delta_net is None else (family.linear_layer, family.full_layer)
+
+
+_FAMILIES = [kind for model_type in model_types() for kind in _kinds_of_layers(family({"model_type": model_type}))]
 KIND_OF = {name: kind for one in _FAMILIES for name, kind in (_FIRST | _of_layer(one) | _LAST).items()}
 """Name of an operation of any family -> its kind."""
 
@@ -72,8 +79,8 @@ def in_layer(layer: int | None, name: str) -> Operation:
     return Operation(None if name in _FIRST or name in _LAST else layer, name)
 
 
-def operations(family: Family, layers: int, shared: bool = True, kv_cache: bool = False) -> list[Operation]:
-    """All operations of a decoder of ``layers`` layers, in order.
+def operations(layers: Sequence[Family], shared: bool = True, kv_cache: bool = False) -> list[Operation]:
+    """All operations of a decoder, in order, from the names of each of its layers (``Family.kinds``).
 
     ``shared``: both sides run the shared operations, which matters for a mixture. ``kv_cache``: it is quantized.
     """
@@ -81,8 +88,8 @@ def operations(family: Family, layers: int, shared: bool = True, kv_cache: bool 
         *(Operation(None, name) for name in _FIRST),
         *(
             Operation(layer, name)
-            for layer in range(layers)
-            for name in _of_layer(family, shared, kv_cache)
+            for layer, names in enumerate(layers)
+            for name in _of_layer(names, shared, kv_cache)
             if (layer, name) != (0, "input_residual")  # the first layer's input is not a sum
         ),
         *(Operation(None, name) for name in _LAST),

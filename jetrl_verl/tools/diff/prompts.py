@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jetrl_verl.config.support.table import refusal
 from jetrl_verl.inputs import UserError, load_json, reading, reason_of
-from jetrl_verl.models import family, model_types
 
 BUILT_IN = (
     "What is 7841 + 2259? Work it out digit by digit.",
@@ -72,13 +70,13 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
 
 
 def _load(model: Path) -> tuple[Any, Any]:
-    """Config and tokenizer of the folder ``model``, None without a tokenizer."""
+    """The decoder's config and the tokenizer of the folder ``model``, None without a tokenizer."""
     from transformers import AutoConfig, AutoTokenizer
 
     with reading(model, "model folder", "Name a complete Hugging Face folder"):
         load_json(model / "config.json")  # of what transformers says about a missing one, nothing names the file
         has_tokenizer = any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
         return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if has_tokenizer else None
 
 
@@ -86,12 +84,9 @@ def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     """The first ``limit`` prompts for the model in folder ``model``, through its chat template where it has one.
 
     Raises:
-        UserError: the model is a hybrid, or it, prompts, tokenizer or template are missing or damaged, or ids are
-            outside the vocabulary.
+        UserError: model, prompts, tokenizer or template are missing or damaged, or ids are outside the vocabulary.
     """
     config, tokenizer = _load(model)
-    if config.model_type in model_types() and family(config).delta_net is not None:
-        raise UserError(refusal("hybrid_of_diff", what=f"the model {model}"))
     rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
     ids = [_encode(row, tokenizer) for row in rows]
     vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)

@@ -28,7 +28,7 @@ from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.inputs import UserError
-from jetrl_verl.models.families.base import Family, leaf
+from jetrl_verl.models.families.base import DeltaNet, Family, leaf
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, dense_choice, in_layer, operations
@@ -66,6 +66,8 @@ class Recorder:
         mixture = "combine" if shared else "experts"
         # Outputs that the next residual sum adds.
         self._streams = ("embedding", leaf(family.o), leaf(family.down) if family.experts is None else mixture)
+        if family.delta_net is not None:
+            self._streams += (leaf(family.delta_net.out),)
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
         self._tokens = sum(lengths)
         self._requests: dict[str, int] = {}
@@ -80,7 +82,7 @@ class Recorder:
     # --- hooks -------------------------------------------------------------------------------------------------------
 
     def _install(self, model: torch.nn.Module) -> None:
-        decoder, runner = model.model, self._runner
+        family, runner = self._family, self._runner
         self._wrap(runner, "execute_model", self._around_step)
         if hasattr(runner, "prepare_inputs"):
             self._wrap(runner, "prepare_inputs", self._around_inputs)
@@ -92,34 +94,30 @@ class Recorder:
             for flag in FLAGS:
                 if hasattr(module, flag):
                     setattr(module, flag, True)
-        self._hook(decoder.embed_tokens.register_forward_hook(self._after_embedding))
-        for number, layer in enumerate(decoder.layers):
+        self._hook(family.module(model, family.embedding).register_forward_hook(self._after_embedding))
+        layers = list(family.named_layers(model))
+        for number, (layer, names) in enumerate(layers):
             before = functools.partial(self._before_layer, number)
             self._hook(layer.register_forward_pre_hook(before, with_kwargs=True))
-            self._watch_layer(layer, first=number == 0)
-        if self._family.experts is not None:
-            self._watch_choices(decoder)
-        self._watch(decoder.norm, ("stream", "residual"), ("final_norm", "final_residual"))
+            self._watch_layer(layer, names, first=number == 0)
+        # vLLM has one rotary module for all layers.
+        layer, names = next((layer, names) for layer, names in layers if names.rotary)
+        heads = names.q_norm or names.q, names.k_norm or names.k
+        self._watch(layer.get_submodule(names.rotary), tuple(map(leaf, heads)), ("q_rotary", "k_rotary"))
+        if family.experts is not None:
+            self._watch_choices([layer for layer, _ in layers])
+        if family.delta_net is not None:
+            self._watch_delta_rules(family.delta_net)
+        self._watch(family.module(model, family.final_norm), ("stream", "residual"), ("final_norm", "final_residual"))
 
-    def _watch_layer(self, layer: torch.nn.Module, first: bool) -> None:
-        family, get = self._family, layer.get_submodule
-        attention = get(family.attention)
-        heads = [attention.q_size, attention.kv_size, attention.kv_size]
-        q, k, v, o, q_norm, k_norm = map(leaf, (family.q, family.k, family.v, family.o, family.q_norm, family.k_norm))
+    def _watch_layer(self, layer: torch.nn.Module, family: Family, first: bool) -> None:
+        get = layer.get_submodule
         stream = ("stream",) if first else ("stream", "residual")
         self._watch(get(family.input_norm), stream, ("input_norm", "input_residual"))
-        self._watch(get(family.qkv), ("input_norm",), (q, k, v), split=heads)
-        if q_norm:
-            self._watch(get(family.q_norm), (q,), (q_norm,))
-        if k_norm:
-            self._watch(get(family.k_norm), (k,), (k_norm,))
-        # vLLM has one rotary module for all layers.
-        if first:
-            self._watch(get(family.rotary), (q_norm or q, k_norm or k), ("q_rotary", "k_rotary"))
-        self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
-        if self._kv_cache is not None and self._kv_cache.traits.quantized:
-            self._hook(get(family.core).register_forward_pre_hook(self._keep_cached))
-        self._watch(get(family.o), ("attention",), (o,))
+        if family.delta_net is None:
+            self._watch_attention(layer, family)
+        else:
+            self._watch_delta_net(layer, family.delta_net)
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
         if family.experts is not None:
             self._watch(get(family.experts.block), ("post_norm",), ("combine" if self._shared else "experts",))
@@ -133,6 +131,68 @@ class Recorder:
         self._watch(get(family.activation), (gate, up), ("activation",), split_input=inner)
         self._watch(get(family.down), ("activation",), (down,))
 
+    def _watch_attention(self, layer: torch.nn.Module, family: Family) -> None:
+        get = layer.get_submodule
+        attention = get(family.attention)
+        q, k, v, o, q_norm, k_norm = map(leaf, (family.q, family.k, family.v, family.o, family.q_norm, family.k_norm))
+        query, wide = (f"{q} without gates", 2 * attention.q_size) if family.gated else (q, attention.q_size)
+        heads = [wide, attention.kv_size, attention.kv_size]
+
+        def keep_query(*_: Any) -> None:
+            if self._order:
+                self._now[query] = self._now[q].unflatten(-1, (attention.num_heads, 2, -1))[:, :, 0].flatten(1)
+
+        self._watch(get(family.qkv), ("input_norm",), (q, k, v), split=heads)
+        if family.gated:
+            self._hook(get(family.qkv).register_forward_hook(keep_query))
+        if q_norm:
+            self._watch(get(family.q_norm), (query,), (q_norm,))
+        if k_norm:
+            self._watch(get(family.k_norm), (k,), (k_norm,))
+        self._watch(get(family.core), ("q_rotary", "k_rotary", v), ("attention",))
+        if self._kv_cache is not None and self._kv_cache.traits.quantized:
+            self._hook(get(family.core).register_forward_pre_hook(self._keep_cached))
+        if family.gated:
+            self._watch_input(get(family.o), "gated")
+        self._watch(get(family.o), ("gated" if family.gated else "attention",), (o,))
+
+    def _watch_delta_net(self, layer: torch.nn.Module, names: DeltaNet) -> None:
+        get = layer.get_submodule
+        z, out = get(names.block).value_dim, leaf(names.out)
+        projection = get(names.qkvz)
+        heads = [projection.output_size_per_partition - z, z]
+        self._watch(projection, ("input_norm",), (leaf(names.qkv), leaf(names.z)), split=heads)
+        self._watch_input(get(names.norm), "delta_rule")
+        self._watch_input(get(names.out), "gated_norm")
+        self._watch(get(names.out), ("gated_norm",), (out,))
+
+    def _watch_delta_rules(self, names: DeltaNet) -> None:
+        """Record the convolution, and b and a, which only the rule reads."""
+
+        def convolved(convolve: Callable, *args: Any) -> torch.Tensor:
+            rows = convolve(*args)
+            if self._order:
+                self._keep("convolution", rows[: len(self._rows)])
+            return rows
+
+        def ruled(rule: Callable, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *args: Any) -> torch.Tensor:
+            if self._order:
+                for name, rows in ((names.b, b), (names.a, a)):
+                    self._keep(leaf(name), rows[: len(self._rows)])
+            return rule(qkv, b, a, *args)
+
+        self._exchange(kernels, "causal_conv1d_update", convolved)
+        self._exchange(kernels, "gated_delta_rule_update", ruled)
+
+    def _watch_input(self, module: torch.nn.Module, name: str) -> None:
+        """Record the first input of ``module`` as the output of an operation before it."""
+
+        def before(module: torch.nn.Module, args: tuple) -> None:
+            if self._order:
+                self._keep(name, self._floating(args, None)[0])
+
+        self._hook(module.register_forward_pre_hook(before))
+
     def _keep_cached(self, module: torch.nn.Module, args: tuple) -> None:
         """Record the keys and values that attention reads, quantized and dequantized again.
 
@@ -143,7 +203,7 @@ class Recorder:
             for name, seen in zip(("k_cache", "v_cache"), self._kv_cache.seen(k, v), strict=True):
                 self._keep(name, seen.flatten(1))
 
-    def _watch_choices(self, decoder: torch.nn.Module) -> None:
+    def _watch_choices(self, layers: Sequence[torch.nn.Module]) -> None:
         """Record a mixture's choice; with shared operations also router logits and the experts before their sum.
 
         The choice is made by the flow's operator or by vLLM's: a router's method on a GPU, a function on a CPU.
@@ -177,7 +237,7 @@ class Recorder:
             from jetrl_verl.rollout.vllm_compat import cpu_experts
 
             self._exchange(cpu_experts(), "select_experts", selected)
-            for layer in decoder.layers:
+            for layer in layers:
                 self._wrap(layer.get_submodule(self._family.experts.block).experts.router, "select_experts", selected)
 
     def _watch(
@@ -277,6 +337,7 @@ class Recorder:
     def _place(self, positions: torch.Tensor) -> None:
         """Set the token numbers of this step's rows; ``UserError`` if a token id is not the sequence's."""
         ids, embedded = self._embedded
+        positions = positions[0] if positions.ndim == 2 else positions  # of text, where the rows of mRoPE are equal
         positions = positions[: len(ids)].cpu().long()
         owners = torch.tensor([self._requests[name] for name, count in self._order for _ in range(count)])
         expected = torch.tensor(
@@ -337,8 +398,9 @@ def _weights(folder: str | Path, job: Job, device: torch.device) -> Iterator[tup
     from jetrl_verl.sync.quantize import as_tensors, quantize_stream
 
     model, options = load_master(folder, job), job.options
-    plans = job.plans(model.config)
-    stream = ((name, tensor.to(device)) for name, tensor in model.state_dict().items())
+    plans, tower = job.plans(model.config), f"{models.family(model.config).tower}."
+    state = model.state_dict().items()
+    stream = ((name, tensor.to(device)) for name, tensor in state if not name.startswith(tower))
     yield from as_tensors(quantize_stream(stream, plans, options.scale_rule))
 
 
@@ -424,7 +486,7 @@ def run(request: Request) -> Recording:
     recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache)
     with contextlib.closing(recorder):
         recording = generate(llm, request)
-    expected = operations(family, len(runner.model.model.layers), shared, kv_cache.traits.quantized)[:-1]
+    expected = operations(family.kinds(runner.model.config), shared, kv_cache.traits.quantized)[:-1]
     recording.outputs = recorder.outputs(recording.drawing, expected)
     recording.outputs[Operation(None, "sampler")] = recording.log_probs[:, None]
     return recording

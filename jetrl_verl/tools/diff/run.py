@@ -76,6 +76,8 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     from omegaconf import OmegaConf
 
     from jetrl_verl.config.model import check_model, read_model
+    from jetrl_verl.config.support.table import refusal
+    from jetrl_verl.models import family, model_types
     from jetrl_verl.rollout.arguments import vllm_arguments
 
     words = [
@@ -88,9 +90,13 @@ def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -
     rollout = config.actor_rollout_ref.rollout
     user = OmegaConf.to_container(rollout.engine_kwargs.get("vllm") or OmegaConf.create(), resolve=True)
     job = None if config.get("jetrl") is None else Job.of(OmegaConf.to_container(config.jetrl))
+    files = read_model(str(model.absolute()))
     if job is not None:
         user = vllm_arguments(job, user)
-        check_model(job, read_model(str(model.absolute())))
+        check_model(job, files)
+    known = files.config.get("model_type") in model_types()
+    if known and family(files.config).delta_net is not None and not (job is not None and job.shared):
+        raise UserError(refusal("hybrid_of_diff", what=f"precision={precision} with the model {model}"))
     if rollout.tensor_model_parallel_size != 1:
         raise UserError("jetrl diff runs the rollout on one GPU; leave tensor_model_parallel_size alone.")
     graphs = user.pop("compilation_config", None) or {}

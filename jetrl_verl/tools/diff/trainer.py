@@ -21,7 +21,7 @@ from jetrl_verl import kernels, models
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.table import model_refusal, refusal
 from jetrl_verl.inputs import UserError
-from jetrl_verl.models.families.base import leaf
+from jetrl_verl.models.families.base import DeltaNet, Family, leaf
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
@@ -36,7 +36,7 @@ _ROTARY = ("q_rotary", "k_rotary")
 
 def load_master(folder: str | Path, job: Job | None, **arguments: Any) -> torch.nn.Module:
     """The policy's weights on the CPU as the trainer holds them, invariant scaling folded in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in
 
@@ -44,7 +44,9 @@ def load_master(folder: str | Path, job: Job | None, **arguments: Any) -> torch.
     scaled = job is not None and job.options.invariant_scaling != folded_in(config)
     # Folding rounds in FP32, as in the engine; without it both sides read BF16 values.
     dtype = torch.float32 if scaled else torch.bfloat16
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
+    vision = type(config) in AutoModelForImageTextToText._model_mapping
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    model = auto.from_pretrained(folder, dtype=dtype, local_files_only=True, **arguments)
     if scaled:
         fold_missing(model, job.options.invariant_scaling)
     return model
@@ -120,35 +122,31 @@ class Trainer:
         # verl's own engine leaves a padded vocabulary unmasked.
         if job is not None and head.weight.shape[0] > vocabulary:
             mask_unused_vocabulary(model, vocabulary)
-        layers = model.get_decoder().layers
         self._cached = job is not None and job.cache.quantized
-        self.operations = operations(self._family, len(layers), self._shared, self._cached)
+        self.operations = operations(self._family.kinds(model.config), self._shared, self._cached)
         self._tap: Tap = lambda operation, output: output
         self._layer: int | None = None
         self._install()
 
     def _install(self) -> None:
-        decoder, family = self._model.get_decoder(), self._family
-        mixture = family.experts
-        tapped = (family.q, family.k, family.v, family.o)
-        tapped += (family.q_norm, family.k_norm) if not self._shared else ()
-        tapped += () if mixture is not None else (family.gate, family.up, family.down)
+        decoder, mixture = self._model.get_decoder(), self._family.experts
         self._after(decoder.embed_tokens, "embedding")
-        for number, layer in enumerate(decoder.layers):
+        for number, (layer, names) in enumerate(self._family.named_layers(self._model)):
             layer.register_forward_pre_hook(functools.partial(self._enter, number))
-            input_norm, post_norm = layer.get_submodule(family.input_norm), layer.get_submodule(family.post_norm)
+            input_norm, post_norm = layer.get_submodule(names.input_norm), layer.get_submodule(names.post_norm)
             if number:
                 self._before(input_norm, "input_residual", in_place=True)
             self._after(input_norm, "input_norm")
-            for name in filter(None, tapped):
-                self._after(layer.get_submodule(name), leaf(name))
-            if self._cached:
-                self._watch_cache(layer)
-            self._before(layer.get_submodule(family.o), "attention")
+            if names.delta_net is None:
+                self._watch_attention(layer, names)
+            else:
+                self._watch_delta_net(layer, names.delta_net)
             self._before(post_norm, "post_residual", in_place=True)
             self._after(post_norm, "post_norm")
             if mixture is None:
-                self._before(layer.get_submodule(family.down), "activation")
+                for name in (names.gate, names.up, names.down):
+                    self._after(layer.get_submodule(name), leaf(name))
+                self._before(layer.get_submodule(names.down), "activation")
                 continue
             layer.get_submodule(mixture.router).register_forward_hook(self._after_router)
             if not self._shared:
@@ -156,6 +154,21 @@ class Trainer:
         self._before(decoder.norm, "final_residual", in_place=True)
         self._after(decoder.norm, "final_norm")
         self._model.get_output_embeddings().register_forward_hook(self._after_head)
+
+    def _watch_attention(self, layer: torch.nn.Module, names: Family) -> None:
+        norms = (names.q_norm, names.k_norm) if not self._shared else ()
+        for name in filter(None, (names.q, names.k, names.v, names.o, *norms)):
+            self._after(layer.get_submodule(name), leaf(name))
+        if self._cached:
+            self._watch_cache(layer)
+        if names.gated:
+            self._after(layer.get_submodule(names.attention).core, "attention")
+        self._before(layer.get_submodule(names.o), "gated" if names.gated else "attention")
+
+    def _watch_delta_net(self, layer: torch.nn.Module, names: DeltaNet) -> None:
+        for name in (names.qkv, names.z, names.out):
+            self._after(layer.get_submodule(name), leaf(name))
+        self._before(layer.get_submodule(names.out), "gated_norm")
 
     def _watch_cache(self, layer: torch.nn.Module) -> None:
         """Run shared attention in two steps: quantize and dequantize keys and values, then BF16 attention.
@@ -241,6 +254,24 @@ class Trainer:
             with _exchanged(modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))):
                 yield
 
+    @contextlib.contextmanager
+    def _delta_nets(self) -> Iterator[None]:
+        """Replace convolution and rule by functions that call the tap, also with b and a, which only the rule reads."""
+        names, convolve, rule = self._family.delta_net, kernels.causal_conv1d, kernels.gated_delta_rule
+        if names is None:
+            yield
+            return
+
+        def convolved(*args: Any) -> torch.Tensor:
+            return self._ask("convolution", convolve(*args))
+
+        def ruled(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *args: Any) -> torch.Tensor:
+            b, a = (self._ask(leaf(name), rows) for name, rows in ((names.b, b), (names.a, a)))
+            return self._ask("delta_rule", rule(qkv, b, a, *args))
+
+        with _exchanged(kernels, "causal_conv1d", convolved), _exchanged(kernels, "gated_delta_rule", ruled):
+            yield
+
     def _rotary(self) -> contextlib.AbstractContextManager:
         """Replace the function that rotates queries and keys by one that calls the tap."""
         if self._shared:
@@ -289,7 +320,7 @@ class Trainer:
         ids = torch.tensor([[token for sequence in sequences for token in sequence]], device=device)
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(device)
         self._tap, self._tokens, self._drawing = tap, ids.shape[1], recording.drawing.to(device)
-        with self._rotary(), self._mixture(), torch.autocast(device.type, torch.bfloat16):
+        with self._rotary(), self._mixture(), self._delta_nets(), torch.autocast(device.type, torch.bfloat16):
             logits = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         drawn = self._sample(logits, recording.drawn.to(device))
         return tap(Operation(None, "sampler"), drawn[:, None])[:, 0].cpu()

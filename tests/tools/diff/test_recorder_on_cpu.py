@@ -121,6 +121,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model, self.head = Decoder(), Linear(HIDDEN, VOCABULARY)
+        self.config = {"num_hidden_layers": LAYERS}
 
     def compute_logits(self, hidden):
         return self.head(hidden)[0]
@@ -228,7 +229,7 @@ def share_sampler(runner: Runner) -> None:
 @pytest.mark.parametrize("change", [lambda runner: None, share_sampler], ids=["vLLM's sampler", "shared sampler"])
 def test_every_operation_is_recorded_under_its_token(second, change):
     runner, recorder, recording = recorded(second, change=change)
-    names = operations(QWEN3, LAYERS)[:-1]
+    names = operations([QWEN3] * LAYERS)[:-1]
     outputs, formulas = recorder.outputs(recording.drawing, names), expected(runner.model, recording)
     assert list(outputs) == names and outputs.keys() == formulas.keys()
     for name, output in formulas.items():
@@ -258,7 +259,7 @@ def test_rows_off_the_schedulers_layout_are_an_error():
 def test_a_token_that_never_ran_is_an_error():
     _, recorder, recording = recorded(True, steps=STEPS[:-1])
     with pytest.raises(UserError, match="embedding of the rollout ran for 11 of 12 tokens"):
-        recorder.outputs(recording.drawing, operations(QWEN3, LAYERS)[:-1])
+        recorder.outputs(recording.drawing, operations([QWEN3] * LAYERS)[:-1])
 
 
 def test_a_closed_recorder_leaves_no_hook_and_no_reference():

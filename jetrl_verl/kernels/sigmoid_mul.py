@@ -293,8 +293,7 @@ def sigmoid_mul_quantize(
     """
     _check("sigmoid_mul_quantize", x, gate)
     if torch.is_grad_enabled():
-        product, *rowwise = _SigmoidMul.apply(x, gate, rule)
-    else:
-        product, rowwise = _sigmoid_mul_quantize(x, gate, rule, with_product)
-        product = product if with_product else None
-    return QuantizedTensor(*rowwise, product)
+        product, qdata, scales = _SigmoidMul.apply(x, gate, rule)
+        return QuantizedTensor(qdata, scales, product)
+    product, (qdata, scales) = _sigmoid_mul_quantize(x, gate, rule, with_product)
+    return QuantizedTensor(qdata, scales, product if with_product else None)

@@ -40,10 +40,11 @@ RULED = {"qwen3": 11, "qwen3_moe": 9, "qwen3_5": 15}
 """Norms, activations and gates of a model if not seven: with QK norms, and without activations in a mixture."""
 FIRST_HALVES = {"qwen3_5": (["linear_attn.norm"], ["linear_attn.norm"], ["self_attn"])}
 """What else of each layer hands quantized results over: a gated norm or gated attention."""
-COMPILED = ("qwen2", "qwen3_moe")
+COMPILED = ("qwen2", "qwen3_5", "qwen3_moe")
 """Families whose engine runs vLLM's own compilation."""
-VLLMS_SPLITTING = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update")
+VLLMS_SPLITTING = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update", qk_norm.VLLMS_DELTA_NET)
 """Where vLLM cuts on a GPU."""
+SPLITTING = (qk_norm.ATTENTION, qk_norm.DELTA_NET)
 PIECES: list[list[str]] = []
 """Operators of jetrl in each piece of the compiled model between two attentions."""
 
@@ -52,7 +53,7 @@ def cut_at_attention(graph, inputs):
     """Backend of the compiled engine: splits the graph as vLLM does on a GPU, without Inductor."""
     from vllm.compilation.backends import split_graph
 
-    whole, pieces = split_graph(graph, [*VLLMS_SPLITTING, qk_norm.ATTENTION])
+    whole, pieces = split_graph(graph, [*VLLMS_SPLITTING, *SPLITTING])
     operators = [
         [str(node.target) for node in piece.graph.graph.nodes] for piece in pieces if not piece.is_splitting_graph
     ]
@@ -314,7 +315,18 @@ norm."""
 
 @pytest.mark.parametrize("rollout", COMPILED, indirect=True)
 def test_a_compiled_layer_has_only_shared_operations_in_whole_pieces(rollout):
-    assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, qk_norm.ATTENTION]
+    assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, *SPLITTING]
+    if rollout.family in HYBRIDS:
+        gated, norm = ["gated_rms_norm_quantize_1x128", "fprop_quantized"], "add_rms_norm_quantize_1x128"
+        mlp = [norm, "fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
+        to_delta_net = ["fprop_quantized", "logits"]
+        assert [
+            ["rms_norm_quantize_1x128", *to_delta_net],
+            [*gated, *mlp, norm, *to_delta_net],
+            [*gated, *mlp, norm, "fprop_quantized"],
+            ["sigmoid_mul_quantize", "fprop_quantized", *mlp, "add_rms_norm"],
+        ] == PIECES
+        return
     heads, second, norm = HALVES[rollout.family]
     to_attention = ["fprop_quantized", *heads]
     mlp = ["fprop", "add_rms_norm_quantize_1x128", *second]

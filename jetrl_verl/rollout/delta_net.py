@@ -25,7 +25,6 @@ REACHES = (
     "vllm.forward_context:ForwardContext.no_compile_layers",
     "vllm.model_executor.models.qwen3_next:Qwen3NextModel.forward",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
-    "vllm.v1.attention.backend:CommonAttentionMetadata.compute_num_computed_tokens",
 )
 """What this file uses of vLLM through values, or relies on; scripts/reach.py watches it."""
 
@@ -71,11 +70,11 @@ class RequestsBuilder(vllm.AttentionMetadataBuilder[Requests]):
         slots, computed = self._slots[:count], self._computed[:count]
         slots.copy_(pages[:count, 0])
         slots.masked_fill_(slots == vllm.NULL_BLOCK_ID, -1)
-        computed.copy_(step.compute_num_computed_tokens()[:count])
+        starts = step.query_start_loc[: count + 1]
+        torch.sub(step.seq_lens[:count], starts.diff(), out=computed)
         # In vLLM's offsets a padded request of a graph has no token; here it has the padded row.
         decodes = step.max_query_len == 1 and step.num_actual_tokens == count
-        cu_seqlens = self._one_each if decodes else step.query_start_loc
-        return Requests(step.num_actual_tokens, slots, computed, cu_seqlens[: count + 1])
+        return Requests(step.num_actual_tokens, slots, computed, self._one_each[: count + 1] if decodes else starts)
 
 
 class SharedDeltaNetBackend(_backend.GDNAttentionBackend):

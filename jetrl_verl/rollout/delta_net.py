@@ -51,15 +51,17 @@ class Requests:
 
 
 class RequestsBuilder(vllm.AttentionMetadataBuilder[Requests]):
-    """Builds :class:`Requests` in buffers that stay where they are, since CUDA graphs of decodes keep their places."""
+    """Builds :class:`Requests` in buffers that stay where they are, since CUDA graphs of decodes keep their places.
+
+    Each step writes all that it reads: vLLM 0.24 makes builders in the memory of the KV cache, which sleep discards.
+    """
 
     _cudagraph_support = vllm.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         most = vllm_config.scheduler_config.max_num_seqs
-        self._slots, self._computed = torch.zeros(2, most, dtype=torch.int32, device=device)
-        self._one_each = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self._slots, self._computed, self._cu_seqlens = torch.zeros(3, most + 1, dtype=torch.int32, device=device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: vllm.CommonAttentionMetadata, fast_build: bool = False
@@ -73,8 +75,9 @@ class RequestsBuilder(vllm.AttentionMetadataBuilder[Requests]):
         starts = step.query_start_loc[: count + 1]
         torch.sub(step.seq_lens[:count], starts.diff(), out=computed)
         # In vLLM's offsets a padded request of a graph has no token; here it has the padded row.
-        decodes = step.max_query_len == 1 and step.num_actual_tokens == count
-        return Requests(step.num_actual_tokens, slots, computed, self._one_each[: count + 1] if decodes else starts)
+        if step.max_query_len == 1 and step.num_actual_tokens == count:
+            starts = torch.arange(count + 1, out=self._cu_seqlens[: count + 1])
+        return Requests(step.num_actual_tokens, slots, computed, starts)
 
 
 class SharedDeltaNetBackend(_backend.GDNAttentionBackend):

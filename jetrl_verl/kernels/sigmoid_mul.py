@@ -68,20 +68,26 @@ _GROUPS_PER_PROGRAM = 32
 
 
 @jit
+def _operands(x_ptr, gate_ptr, group, rows, groups_k, x_token, x_head, gate_token, gate_head, D: tl.constexpr):
+    """Groups ``[GROUPS, 128]`` of x and gate in FP32, and the mask of those that exist."""
+    row, group_k = (group // groups_k).to(tl.int64), group % groups_k
+    head, feature = group_k // (D // GROUP), group_k % (D // GROUP) * GROUP
+    column, mask = tl.arange(0, GROUP)[None, :], (row < rows)[:, None]
+    x = tl.load(x_ptr + (row * x_token + head * x_head + feature)[:, None] + column, mask=mask, other=0.0)
+    gate = tl.load(gate_ptr + (row * gate_token + head * gate_head + feature)[:, None] + column, mask=mask, other=0.0)
+    return x.to(tl.float32), gate.to(tl.float32), mask
+
+
+@jit
 def _sigmoid_mul_kernel(
     x_ptr, gate_ptr, y_ptr, qdata_ptr, scales_ptr, rows, groups_k, x_token, x_head, gate_token, gate_head,
     D: tl.constexpr, WITH_Y: tl.constexpr, QUANTIZE: tl.constexpr, POW2: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     launch_dependents()
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    row, group_k = (group // groups_k).to(tl.int64), group % groups_k
-    head, feature = group_k // (D // GROUP), group_k % (D // GROUP) * GROUP
-    column = tl.arange(0, GROUP)[None, :]
-    mask = (row < rows)[:, None]
-    x = tl.load(x_ptr + (row * x_token + head * x_head + feature)[:, None] + column, mask=mask, other=0.0)
-    gate = tl.load(gate_ptr + (row * gate_token + head * gate_head + feature)[:, None] + column, mask=mask, other=0.0)
-    y = (x.to(tl.float32) * (1.0 / (1.0 + tl.exp(-gate.to(tl.float32))))).to(tl.bfloat16)
-    offsets = group.to(tl.int64)[:, None] * GROUP + column
+    x, gate, mask = _operands(x_ptr, gate_ptr, group, rows, groups_k, x_token, x_head, gate_token, gate_head, D)
+    y = (x * (1.0 / (1.0 + tl.exp(-gate)))).to(tl.bfloat16)
+    offsets = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if WITH_Y:
         tl.store(y_ptr + offsets, y, mask=mask)
     if QUANTIZE:
@@ -90,6 +96,7 @@ def _sigmoid_mul_kernel(
         scale = scale_of(bits, POW2)
         qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
         tl.store(qdata_ptr + offsets, qdata, mask=mask)
+        row, group_k = group // groups_k, group % groups_k
         tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=row < rows)
 
 
@@ -99,18 +106,12 @@ def _sigmoid_mul_backward_kernel(
     D: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
-    row, group_k = (group // groups_k).to(tl.int64), group % groups_k
-    head, feature = group_k // (D // GROUP), group_k % (D // GROUP) * GROUP
-    column = tl.arange(0, GROUP)[None, :]
-    mask = (row < rows)[:, None]
-    x = tl.load(x_ptr + (row * x_token + head * x_head + feature)[:, None] + column, mask=mask, other=0.0)
-    gate = tl.load(gate_ptr + (row * gate_token + head * gate_head + feature)[:, None] + column, mask=mask, other=0.0)
-    offsets = group.to(tl.int64)[:, None] * GROUP + column
+    x, gate, mask = _operands(x_ptr, gate_ptr, group, rows, groups_k, x_token, x_head, gate_token, gate_head, D)
+    offsets = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     dy = tl.load(dy_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    gate = gate.to(tl.float32)
     sigmoid, other = 1.0 / (1.0 + tl.exp(-gate)), 1.0 / (1.0 + tl.exp(gate))
     tl.store(dx_ptr + offsets, (dy * sigmoid).to(tl.bfloat16), mask=mask)
-    tl.store(dgate_ptr + offsets, (dy * x.to(tl.float32) * sigmoid * other).to(tl.bfloat16), mask=mask)
+    tl.store(dgate_ptr + offsets, (dy * x * sigmoid * other).to(tl.bfloat16), mask=mask)
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:

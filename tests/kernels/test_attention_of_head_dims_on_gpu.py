@@ -109,19 +109,24 @@ def different(got: torch.Tensor, want: torch.Tensor) -> int:
     return int((got.view(torch.int16) != want.view(torch.int16)).sum())
 
 
+def check(sequences: Sequences, counts: tuple[int, ...], steps: tuple[int, ...]) -> torch.Tensor:
+    """Batches of ``counts`` decodes and chunks of ``steps`` tokens have the bits of whole sequences, the result."""
+    whole, tokens = sequences.whole(), some_tokens(sequences)
+    for count in counts:
+        assert different(sequences.decode(tokens[:count]), whole[tokens[:count]]) == 0, f"{count} decodes"
+    for step in steps:
+        _, out, of = sequences.chunks(cut(step))
+        assert different(out, whole[of]) == 0, f"chunks of {step}"
+    return whole
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
 def test_every_way_to_a_query_has_the_trainers_bits(head_dim, group, change):
     sequences = Sequences(head_dim, group, 16, change)
-    whole, tokens = sequences.whole(), some_tokens(sequences)
+    whole = check(sequences, (1, 3, 64, 500, 1500), (7, 64, 100, 2048))
     assert whole.isfinite().all()
-    for count in (1, 3, 64, 500):  # other batches
-        assert different(sequences.decode(tokens[:count]), whole[tokens[:count]]) == 0, f"{count} decodes"
-    assert different(sequences.decode(tokens), whole[tokens]) == 0, "decodes"
-    for step in (7, 64, 100, 2048):
-        _, out, of = sequences.chunks(cut(step))
-        assert different(out, whole[of]) == 0, f"chunks of {step}"
     mixed = [*((s, n - 1, n) for s, n in enumerate(LENGTHS) if n > 64), (0, 4000, 4333), (18, 2048, 2049)]
     _, out, of = sequences.chunks(mixed)
     assert different(out, whole[of]) == 0, "decodes next to a chunk"
@@ -136,23 +141,14 @@ def test_every_way_to_a_query_has_the_trainers_bits(head_dim, group, change):
 @pytest.mark.parametrize("page_size", PAGES)
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (64, 4), (128, 8), (256, 4), (256, 6), (256, 1)])
 def test_no_bit_depends_on_pages(head_dim, group, page_size, heads_first):
-    sequences = Sequences(head_dim, group, page_size, heads_first=heads_first)
-    whole, tokens = sequences.whole(), some_tokens(sequences)
-    assert different(sequences.decode(tokens), whole[tokens]) == 0, "decodes"
-    for step in (50, 512):
-        _, out, of = sequences.chunks(cut(step))
-        assert different(out, whole[of]) == 0, f"chunks of {step}"
+    check(Sequences(head_dim, group, page_size, heads_first=heads_first), (1500,), (50, 512))
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64])
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_pages_of_up_to_64_tokens_may_hold_anything_after_a_request(head_dim, page_size):
     """Memory of a hybrid's states becomes pages of keys: bits of a state can be NaN."""
-    sequences = Sequences(head_dim, 4, page_size, fill=torch.nan)
-    whole, tokens = sequences.whole(), some_tokens(sequences)
-    assert different(sequences.decode(tokens), whole[tokens]) == 0
-    _, out, of = sequences.chunks(cut(100))
-    assert different(out, whole[of]) == 0
+    check(Sequences(head_dim, 4, page_size, fill=torch.nan), (1500,), (100,))
 
 
 @pytest.mark.parametrize("step", [1, 5])

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
@@ -449,7 +450,12 @@ def chunk_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
 
 @cache
 def _fla_rule() -> Callable | None:
-    """``chunk_gated_delta_rule`` of flash-linear-attention (package fla-core), None where it is not installed."""
+    """``chunk_gated_delta_rule`` of flash-linear-attention (package fla-core), None where it has no gradient.
+
+    Its gradient refuses Hopper under Triton from 3.4 to before 3.7.1, which compiles it wrongly.
+    """
+    if (3, 4) <= tuple(map(int, triton.__version__.split(".")[:3])) < (3, 7, 1):
+        return None
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError:

@@ -166,6 +166,10 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused(model, monkeypatch):
     [
         ({"head_dim": 64}, "its heads are of 64, and a scale is for 128"),
         (
+            HYBRID | {"text_config": HYBRID["text_config"] | {"head_dim": 256}},
+            "its heads are of 256, and a scale is for 128",
+        ),
+        (
             {"num_attention_heads": 32, "num_key_value_heads": 2},
             "a KV head has 16 query heads, and the kernel computes 8",
         ),
@@ -189,6 +193,9 @@ def test_ulysses_ranks_that_do_not_divide_the_heads_are_refused(model, key):
         message = refused(check_job, changed(STOCK, {f"{MODEL}.path": path, key: ranks}))
         assert message.startswith(f"{key}={ranks} with the model {path} is not supported with precision=jet_fp8: ")
         assert "its 12 heads over 2 key heads" in message
+    # Four ranks would share the key heads of the attention, and not those of the delta net.
+    message = refused(check_job, changed(STOCK, {f"{MODEL}.path": model(HYBRID), key: 4}))
+    assert "its 4 heads over 2 key heads and its delta net's 2 heads over 2 key heads are not divided" in message
 
 
 @pytest.mark.parametrize(

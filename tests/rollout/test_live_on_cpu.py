@@ -3,9 +3,7 @@
 """Which part of the trainer's tensors each tensor-parallel rank has, that a sync copies it there and that the contract
 check finds it there. vLLM's layers are built without constructors, so no process group is needed."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -22,29 +20,47 @@ from jetrl_verl.sync.wire import packed, parts_of_weight
 
 HIDDEN, HEAD, INNER, VOCABULARY, TP = 256, 128, 512, 96, 2
 HEADS, KV_HEADS = 4, 1
+KEYS, VALUES, VALUE_HEADS = 2 * HEAD, 4 * HEAD, 4
 FLOW = formats.get("fp8")
+
+TRAINER, ROLLOUT = "model.language_model", "language_model.model"
+COLUMNS, WHOLE = "columns", "whole"
+SHAPES = {
+    "layers.0.self_attn.q_proj": ((HEADS * HEAD, HIDDEN), (HEADS * HEAD,)),
+    "layers.0.self_attn.k_proj": ((KV_HEADS * HEAD, HIDDEN), WHOLE),
+    "layers.0.self_attn.v_proj": ((KV_HEADS * HEAD, HIDDEN), WHOLE),
+    "layers.0.self_attn.o_proj": ((HIDDEN, HEADS * HEAD), COLUMNS),
+    "layers.0.mlp.gate_proj": ((INNER, HIDDEN), (INNER,)),
+    "layers.0.mlp.up_proj": ((INNER, HIDDEN), (INNER,)),
+    "layers.0.mlp.down_proj": ((HIDDEN, INNER), COLUMNS),
+    "layers.1.linear_attn.in_proj_qkv": ((2 * KEYS + VALUES, HIDDEN), (KEYS, KEYS, VALUES)),
+    "layers.1.linear_attn.in_proj_z": ((VALUES, HIDDEN), (VALUES,)),
+    "layers.1.linear_attn.out_proj": ((HIDDEN, VALUES), COLUMNS),
+}
+"""Quantized projections, and the runs of their rows that ranks divide. A delta net's q, k and v are one tensor, as are
+the channels of its convolution."""
+OTHERS = {
+    **{f"layers.0.self_attn.{name}_proj.bias": SHAPES[f"layers.0.self_attn.{name}_proj"] for name in "qkv"},
+    "layers.1.linear_attn.in_proj_b.weight": ((VALUE_HEADS, HIDDEN), (VALUE_HEADS,)),
+    "layers.1.linear_attn.in_proj_a.weight": ((VALUE_HEADS, HIDDEN), (VALUE_HEADS,)),
+    "layers.1.linear_attn.conv1d.weight": ((2 * KEYS + VALUES, 1, 4), (KEYS, KEYS, VALUES)),
+    "layers.1.linear_attn.A_log": ((VALUE_HEADS,), (VALUE_HEADS,)),
+    "layers.1.linear_attn.dt_bias": ((VALUE_HEADS,), (VALUE_HEADS,)),
+    "norm.weight": ((HIDDEN,), WHOLE),
+    "embed_tokens.weight": ((VOCABULARY, HIDDEN), (VOCABULARY,)),
+}
+DIVIDED = {f"{name}.weight": division for name, (_, division) in SHAPES.items()}
+DIVIDED |= {name: division for name, (_, division) in OTHERS.items()}
+QUANTIZED = tuple(f"{name}.weight" for name in SHAPES)
 
 
 def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """The trainer's tensors of one layer, embedding and head."""
+    """The trainer's tensors of a layer with attention and MLP, one with a delta net, last norm, embedding and head."""
     torch.manual_seed(seed)
-    shapes = {
-        "self_attn.q_proj": (HEADS * HEAD, HIDDEN),
-        "self_attn.k_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.v_proj": (KV_HEADS * HEAD, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HEADS * HEAD),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-    }
-    tensors = {f"model.layers.0.{name}.weight": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-    for name in ("q", "k", "v"):
-        rows = shapes[f"self_attn.{name}_proj"][0]
-        tensors[f"model.layers.0.self_attn.{name}_proj.bias"] = torch.randn(rows).bfloat16()
-    tensors["model.norm.weight"] = torch.randn(HIDDEN).bfloat16()
-    tensors["model.embed_tokens.weight"] = torch.randn(VOCABULARY, HIDDEN).bfloat16()
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-    return tensors
+    shapes = {f"{name}.weight": shape for name, (shape, _) in SHAPES.items()}
+    shapes |= {name: shape[:1] if name.endswith("proj.bias") else shape for name, (shape, _) in OTHERS.items()}
+    tensors = {f"{TRAINER}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
+    return tensors | {"lm_head.weight": tensors[f"{TRAINER}.embed_tokens.weight"]}
 
 
 def layer(cls, **attributes) -> nn.Module:
@@ -71,118 +87,80 @@ def plain(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 def rank_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.Module:
     """One of two ranks: heads, inner features and vocabulary split, the key/value head replicated; ``form`` of the
     linear layers is ``quantized`` or ``plain``."""
-    from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+    from vllm.model_executor.layers.linear import (
+        ColumnParallelLinear,
+        MergedColumnParallelLinear,
+        QKVParallelLinear,
+        RowParallelLinear,
+    )
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-    def get(name: str) -> torch.Tensor:
-        return whole[f"model.layers.0.{name}"]
+    def part(prefix: str, *names: str) -> torch.Tensor:
+        parts = []
+        for name in (f"{prefix}.{name}" for name in names):
+            tensor, division = whole[f"{TRAINER}.{name}"], DIVIDED[name]
+            if division == COLUMNS:
+                parts.append(tensor.chunk(TP, dim=1)[rank])
+            else:
+                parts += [tensor] if division == WHOLE else [run.chunk(TP)[rank] for run in tensor.split(division)]
+        return torch.cat(parts)
 
-    q_rows = slice(rank * HEADS // TP * HEAD, (rank + 1) * HEADS // TP * HEAD)
-    inner = slice(rank * INNER // TP, (rank + 1) * INNER // TP)
-    qkv = torch.cat([get("self_attn.q_proj.weight")[q_rows]] + [get(f"self_attn.{n}_proj.weight") for n in "kv"])
-    bias = torch.cat([get("self_attn.q_proj.bias")[q_rows]] + [get(f"self_attn.{n}_proj.bias") for n in "kv"])
-    vocabulary = slice(rank * VOCABULARY // TP, (rank + 1) * VOCABULARY // TP)
-    # vLLM pads each shard of the vocabulary.
-    rows = torch.cat([whole["model.embed_tokens.weight"][vocabulary], torch.zeros(16, HIDDEN).bfloat16()])
-
-    model = nn.Module()
-    model.model = nn.Module()
-    model.model.embed_tokens = layer(
-        VocabParallelEmbedding,
-        weight=rows,
-        org_vocab_size=VOCABULARY,
-        shard_indices=SimpleNamespace(org_vocab_start_index=vocabulary.start, org_vocab_end_index=vocabulary.stop),
+    attention, mlp, net = "layers.0.self_attn", "layers.0.mlp", "layers.1.linear_attn"
+    heads = dict(num_heads=HEADS // TP, num_kv_heads=1, total_num_heads=HEADS, total_num_kv_heads=KV_HEADS)
+    qkv, qkvz = [f"{name}_proj.weight" for name in "qkv"], ["in_proj_qkv.weight", "in_proj_z.weight"]
+    biases = part(attention, *(f"{name}_proj.bias" for name in "qkv"))
+    vocabulary = SimpleNamespace(
+        org_vocab_start_index=rank * VOCABULARY // TP, org_vocab_end_index=(rank + 1) * VOCABULARY // TP
     )
-    model.lm_head = model.model.embed_tokens  # tied as in vLLM's Qwen models
-    model.model.norm = nn.Module()
-    model.model.norm.weight = nn.Parameter(whole["model.norm.weight"], requires_grad=False)
-    block = nn.Module()
-    block.self_attn, block.mlp = nn.Module(), nn.Module()
-    block.self_attn.qkv_proj = layer(
-        QKVParallelLinear,
-        num_heads=HEADS // TP,
-        num_kv_heads=1,
-        total_num_heads=HEADS,
-        total_num_kv_heads=KV_HEADS,
-        num_kv_head_replicas=TP,
-        head_size=HEAD,
-        tp_rank=rank,
-        tp_size=TP,
-        bias=bias,
-        **form(qkv),
-    )
-    o_columns = slice(rank * HEADS * HEAD // TP, (rank + 1) * HEADS * HEAD // TP)
-    row = dict(tp_rank=rank, tp_size=TP)
-    block.self_attn.o_proj = layer(
-        RowParallelLinear, input_size=HEADS * HEAD, **row, **form(get("self_attn.o_proj.weight")[:, o_columns])
-    )
-    gate_up = torch.cat([get("mlp.gate_proj.weight")[inner], get("mlp.up_proj.weight")[inner]])
-    block.mlp.gate_up_proj = layer(MergedColumnParallelLinear, output_sizes=[INNER, INNER], **row, **form(gate_up))
-    block.mlp.down_proj = layer(
-        RowParallelLinear, input_size=INNER, **row, **form(get("mlp.down_proj.weight")[:, inner])
-    )
-    model.model.layers = nn.ModuleList([block])
-    model.config = SimpleNamespace(model_type="qwen2")
-    return model
-
-
-DELTA = "model.language_model.layers.0.linear_attn"
-KEYS, VALUES, VALUE_HEADS = 2 * HEAD, 4 * HEAD, 4
-QKV, BF16_ROWS = (KEYS, KEYS, VALUES), (VALUE_HEADS, VALUE_HEADS)
-
-
-def delta_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
-    """The trainer's tensors of a delta net, whose q, k and v are one, as are the channels of its convolution."""
-    torch.manual_seed(seed)
-    shapes = {
-        "in_proj_qkv.weight": (sum(QKV), HIDDEN),
-        "in_proj_z.weight": (VALUES, HIDDEN),
-        "in_proj_b.weight": (VALUE_HEADS, HIDDEN),
-        "in_proj_a.weight": (VALUE_HEADS, HIDDEN),
-        "out_proj.weight": (HIDDEN, VALUES),
-        "conv1d.weight": (sum(QKV), 1, 4),
-        "A_log": (VALUE_HEADS,),
-        "dt_bias": (VALUE_HEADS,),
+    rows = whole[f"{TRAINER}.embed_tokens.weight"].chunk(TP)[rank]
+    modules = {
+        # vLLM pads each shard of the vocabulary.
+        "embed_tokens": (
+            VocabParallelEmbedding,
+            dict(weight=torch.cat([rows, torch.zeros(16, HIDDEN).bfloat16()]))
+            | dict(org_vocab_size=VOCABULARY, shard_indices=vocabulary),
+        ),
+        "norm": (nn.Module, dict(weight=whole[f"{TRAINER}.norm.weight"])),
+        f"{attention}.qkv_proj": (
+            QKVParallelLinear,
+            heads | dict(num_kv_head_replicas=TP, head_size=HEAD, bias=biases) | form(part(attention, *qkv)),
+        ),
+        f"{attention}.o_proj": (
+            RowParallelLinear,
+            dict(input_size=HEADS * HEAD) | form(part(attention, "o_proj.weight")),
+        ),
+        f"{mlp}.gate_up_proj": (
+            MergedColumnParallelLinear,
+            dict(output_sizes=[INNER, INNER]) | form(part(mlp, "gate_proj.weight", "up_proj.weight")),
+        ),
+        f"{mlp}.down_proj": (RowParallelLinear, dict(input_size=INNER) | form(part(mlp, "down_proj.weight"))),
+        net: (
+            nn.Module,
+            dict(A_log=part(net, "A_log").float(), dt_bias=part(net, "dt_bias"), num_v_heads=VALUE_HEADS),
+        ),
+        f"{net}.conv1d": (ColumnParallelLinear, dict(weight=part(net, "conv1d.weight"))),
+        f"{net}.in_proj_qkvz": (
+            MergedColumnParallelLinear,
+            dict(output_sizes=[KEYS, KEYS, VALUES, VALUES]) | form(part(net, *qkvz)),
+        ),
+        f"{net}.in_proj_ba": (
+            MergedColumnParallelLinear,
+            dict(output_sizes=[VALUE_HEADS] * 2, weight=part(net, "in_proj_b.weight", "in_proj_a.weight")),
+        ),
+        f"{net}.out_proj": (RowParallelLinear, dict(input_size=VALUES) | form(part(net, "out_proj.weight"))),
     }
-    return {f"{DELTA}.{name}": torch.randn(shape).bfloat16() for name, shape in shapes.items()}
-
-
-def delta_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.Module:
-    """One of two ranks: every kind of heads is divided."""
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
-
-    def part(name: str, *sizes: int) -> torch.Tensor:
-        runs = whole[f"{DELTA}.{name}"].split(sizes or VALUE_HEADS)
-        return torch.cat([run.chunk(TP)[rank] for run in runs])
-
-    row = dict(tp_rank=rank, tp_size=TP)
-    net = layer(nn.Module, A_log=part("A_log").float(), dt_bias=part("dt_bias"), num_v_heads=VALUE_HEADS, **row)
-    net.conv1d = layer(ColumnParallelLinear, weight=part("conv1d.weight", *QKV), **row)
-    qkvz = torch.cat([part("in_proj_qkv.weight", *QKV), part("in_proj_z.weight", VALUES)])
-    net.in_proj_qkvz = layer(MergedColumnParallelLinear, output_sizes=[*QKV, VALUES], **row, **form(qkvz))
-    ba = torch.cat([part("in_proj_b.weight"), part("in_proj_a.weight")])
-    net.in_proj_ba = layer(MergedColumnParallelLinear, output_sizes=[*BF16_ROWS], **row, weight=ba)
-    out = whole[f"{DELTA}.out_proj.weight"].chunk(TP, dim=1)[rank]
-    net.out_proj = layer(RowParallelLinear, input_size=VALUES, **row, **form(out))
     model = nn.Module()
-    model.language_model = nn.Module()
-    model.language_model.model = nn.Module()
-    model.language_model.model.layers = nn.ModuleList([nn.Module()])
-    model.language_model.model.layers[0].linear_attn = net
+    for name, (cls, attributes) in modules.items():
+        *parents, leaf = f"{ROLLOUT}.{name}".split(".")
+        module = model
+        for parent in parents:
+            if not hasattr(module, parent):
+                module.add_module(parent, nn.Module())
+            module = getattr(module, parent)
+        module.add_module(leaf, layer(cls, tp_rank=rank, tp_size=TP, **attributes))
+    model.language_model.lm_head = model.language_model.model.embed_tokens  # tied as in vLLM's Qwen models
     model.config = SimpleNamespace(model_type="qwen3_5")
     return model
-
-
-class Decoder(NamedTuple):
-    """The trainer's tensors of a seed, and the model of a rank that has its parts of them."""
-
-    tensors: Callable[..., dict[str, torch.Tensor]]
-    model: Callable[..., nn.Module]
-
-
-ATTENTION, DELTA_NET = Decoder(whole_tensors, rank_model), Decoder(delta_tensors, delta_model)
-QUANTIZED = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "gate_proj.weight", "up_proj.weight")
-QUANTIZED += ("down_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "out_proj.weight")
 
 
 def weights(whole: dict[str, torch.Tensor], sent=quantized) -> list[tuple[Name, torch.Tensor | QuantizedWeight]]:
@@ -206,38 +184,36 @@ def verify(model: nn.Module, whole: dict[str, torch.Tensor], sent=quantized, ran
 
 
 @pytest.mark.parametrize("rank", range(TP))
-@pytest.mark.parametrize(("decoder", "projections", "others"), [(ATTENTION, 7, 6), (DELTA_NET, 3, 5)])
-def test_each_rank_has_its_part_of_every_tensor(rank, decoder, projections, others):
-    whole = decoder.tensors()
-    counts = verify(decoder.model(rank, whole), whole)
-    assert (counts["quantized"], counts["plain"]) == (projections, others)
-    counts = verify(decoder.model(rank, whole, plain), whole, plain)
-    assert (counts["quantized"], counts["plain"]) == (0, projections + others)
+def test_each_rank_has_its_part_of_every_tensor(rank):
+    whole = whole_tensors()
+    counts = verify(rank_model(rank, whole), whole)
+    assert (counts["quantized"], counts["plain"]) == (10, 11)
+    counts = verify(rank_model(rank, whole, plain), whole, plain)
+    assert (counts["quantized"], counts["plain"]) == (0, 21)
 
 
 @pytest.mark.parametrize(
-    ("decoder", "parameter", "named"),
+    ("parameter", "named"),
     [
-        (ATTENTION, "model.layers.0.self_attn.qkv_proj.weight", "self_attn.q_proj.weight"),
-        (ATTENTION, "model.layers.0.self_attn.o_proj.weight", "self_attn.o_proj.weight"),
-        (ATTENTION, "model.layers.0.mlp.gate_up_proj.weight", "mlp.gate_proj.weight"),
-        (ATTENTION, "model.layers.0.mlp.down_proj.weight", "mlp.down_proj.weight"),
-        (DELTA_NET, "in_proj_qkvz.weight", "in_proj_qkv.weight"),
-        (DELTA_NET, "in_proj_ba.weight", "in_proj_b.weight"),
-        (DELTA_NET, "out_proj.weight", "out_proj.weight"),
-        (DELTA_NET, "conv1d.weight", "conv1d.weight"),
-        (DELTA_NET, "A_log", "A_log"),
-        (DELTA_NET, "dt_bias", "dt_bias"),
+        ("self_attn.qkv_proj.weight", "self_attn.q_proj.weight"),
+        ("self_attn.o_proj.weight", "self_attn.o_proj.weight"),
+        ("mlp.gate_up_proj.weight", "mlp.gate_proj.weight"),
+        ("mlp.down_proj.weight", "mlp.down_proj.weight"),
+        ("in_proj_qkvz.weight", "in_proj_qkv.weight"),
+        ("in_proj_ba.weight", "in_proj_b.weight"),
+        ("conv1d.weight", "conv1d.weight"),
+        ("A_log", "A_log"),
+        ("dt_bias", "dt_bias"),
     ],
 )
-def test_the_other_ranks_shard_is_refused(decoder, parameter, named):
+def test_the_other_ranks_shard_is_refused(parameter, named):
     """Rank 0 with rank 1's slice: all bytes are the trainer's, in the wrong place."""
-    whole = decoder.tensors()
-    model, other = (decoder.model(rank, whole) for rank in range(TP))
+    whole = whole_tensors()
+    model, other = (rank_model(rank, whole) for rank in range(TP))
     for name, value in model.named_parameters():
         if name.removesuffix(SCALE_SUFFIX).endswith(parameter):
             value.data = other.get_parameter(name).data
-    with pytest.raises(ContractViolation, match=rf"layers\.0\.\S*{named} differs"):
+    with pytest.raises(ContractViolation, match=rf"{TRAINER}\.layers\.\d\.\S*{named} differs"):
         verify(model, whole)
 
 
@@ -245,7 +221,7 @@ def test_the_other_ranks_shard_is_refused(decoder, parameter, named):
 def test_the_other_ranks_columns_of_a_bf16_layer_are_refused(module):
     whole = whole_tensors()
     model, other = rank_model(0, whole, plain), rank_model(1, whole, plain)
-    name = f"model.layers.0.{module}.weight"
+    name = f"{ROLLOUT}.layers.0.{module}.weight"
     model.get_parameter(name).data = other.get_parameter(name).data
     with pytest.raises(ContractViolation, match=f"{module}.weight differs between trainer and rollout in 256 of 256"):
         verify(model, whole, plain)
@@ -254,18 +230,18 @@ def test_the_other_ranks_columns_of_a_bf16_layer_are_refused(module):
 
 
 @pytest.mark.parametrize(
-    ("decoder", "parameter", "rows", "named"),
+    ("parameter", "rows", "named"),
     [
-        (ATTENTION, "model.layers.0.mlp.gate_up_proj.weight", INNER // TP, "gate_proj"),
-        (DELTA_NET, "language_model.model.layers.0.linear_attn.in_proj_qkvz.weight", KEYS // TP, "in_proj_qkv"),
-        (DELTA_NET, "language_model.model.layers.0.linear_attn.conv1d.weight", KEYS // TP, "conv1d"),
+        ("layers.0.mlp.gate_up_proj.weight", INNER // TP, "gate_proj"),
+        ("layers.1.linear_attn.in_proj_qkvz.weight", KEYS // TP, "in_proj_qkv"),
+        ("layers.1.linear_attn.conv1d.weight", KEYS // TP, "conv1d"),
     ],
     ids=["gate-up", "q-k", "channels"],
 )
-def test_swapped_runs_of_rows_are_detected(decoder, parameter, rows, named):
-    whole = decoder.tensors()
-    model = decoder.model(0, whole)
-    weight = model.get_parameter(parameter)
+def test_swapped_runs_of_rows_are_detected(parameter, rows, named):
+    whole = whole_tensors()
+    model = rank_model(0, whole)
+    weight = model.get_parameter(f"{ROLLOUT}.{parameter}")
     weight.data = torch.cat([weight.data[rows : 2 * rows], weight.data[:rows], weight.data[2 * rows :]])
     with pytest.raises(ContractViolation, match=f"{named}.weight differs"):
         verify(model, whole)
@@ -275,9 +251,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-def pieces(seed: int, sent=quantized, tensors=whole_tensors) -> list[tuple[str, torch.Tensor]]:
+def pieces(seed: int, sent=quantized) -> list[tuple[str, torch.Tensor]]:
     """Of a sync, in one buffer as in verl's receiver."""
-    stream = packed([part for item in weights(tensors(seed), sent) for part in parts_of_weight(*item)])
+    stream = packed([part for item in weights(whole_tensors(seed), sent) for part in parts_of_weight(*item)])
     names, tensors = zip(*stream, strict=True)
     return list(zip(names, torch.cat(tensors).split([len(tensor) for tensor in tensors]), strict=True))
 
@@ -285,21 +261,20 @@ def pieces(seed: int, sent=quantized, tensors=whole_tensors) -> list[tuple[str, 
 class Rank:
     """A worker with loaders that place a tensor where the model of its rank has it."""
 
-    def __init__(self, rank: int, form=quantized, decoder: Decoder = ATTENTION) -> None:
-        self.rank, self.form, self.decoder, self.loaded = rank, form, decoder, []
+    def __init__(self, rank: int, form=quantized) -> None:
+        self.rank, self.form, self.loaded = rank, form, []
         self.model = self.of(9)
         self.placement = Placement(LiveMap(self.model))
 
     def of(self, seed: int) -> nn.Module:
         """The rank's model with the weights of a seed."""
-        return self.decoder.model(self.rank, self.decoder.tensors(seed), self.form)
+        return rank_model(self.rank, whole_tensors(seed), self.form)
 
     def sync(self, seed: int, verified: bool = True) -> int:
         """Returns how many tensors were loaded."""
         self.loaded.clear()
         self.placement.start()
-        sent = pieces(seed, self.form, self.decoder.tensors)
-        self.placement.place(sent, lambda tensors: self.load(seed, tensors))
+        self.placement.place(pieces(seed, self.form), lambda tensors: self.load(seed, tensors))
         if verified:
             self.placement.commit()
         return len(self.loaded)
@@ -322,19 +297,19 @@ class Rank:
 
 @pytest.mark.parametrize("form", [quantized, plain])
 @pytest.mark.parametrize("rank", range(TP))
-@pytest.mark.parametrize("decoder", [ATTENTION, DELTA_NET])
-def test_later_syncs_copy_every_tensor_by_the_map_with_the_loaders_bits(rank, form, decoder):
-    worker = Rank(rank, form, decoder)
-    assert worker.sync(0) == len(decoder.tensors()) and worker.has(0)
+def test_later_syncs_copy_every_tensor_by_the_map_with_the_loaders_bits(rank, form):
+    worker = Rank(rank, form)
+    assert worker.sync(0) == len(whole_tensors()) and worker.has(0)
     worker.forget()
     assert worker.sync(1) == 0 and worker.has(1), "padded rows are zeros again"
 
 
 def test_rows_that_are_adjacent_on_both_sides_are_one_copy():
     """Rank 0 of one: gate and up follow each other in the stack and in the parameter."""
-    whole = {f"model.layers.0.mlp.{name}_proj.weight": torch.randn(INNER, HIDDEN).bfloat16() for name in ("gate", "up")}
+    names = [f"{TRAINER}.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    whole = {name: torch.randn(INNER, HIDDEN).bfloat16() for name in names}
     worker = Rank(0)
-    layer_of_one_rank = worker.model.model.layers[0].mlp.gate_up_proj
+    layer_of_one_rank = worker.model.get_submodule(f"{ROLLOUT}.layers.0.mlp.gate_up_proj")
     layer_of_one_rank.tp_size = 1
     for name, value in quantized(torch.cat(list(whole.values()))).items():
         setattr(layer_of_one_rank, name, nn.Parameter(value, False) if isinstance(value, torch.Tensor) else value)
@@ -371,14 +346,15 @@ def test_the_loaders_run_after_a_moved_parameter_another_piece_or_a_sync_that_wa
     of_all = worker.sync(0)
     assert worker.sync(1, verified=False) == 0
     assert worker.sync(2) == of_all and worker.has(2)
-    weight = worker.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    weight = worker.model.get_parameter(f"{ROLLOUT}.layers.0.mlp.down_proj.weight")
     weight.data = weight.data.clone()
     assert worker.sync(3) == of_all and worker.has(3) and worker.sync(0) == 0
-    other = [part for part in parts_of_weight("model.norm.weight", torch.ones(HIDDEN).bfloat16())]
+    norm = f"{TRAINER}.norm.weight"
+    other = [part for part in parts_of_weight(norm, torch.ones(HIDDEN).bfloat16())]
     worker.loaded.clear()
     worker.placement.start()
     worker.placement.place(list(packed(other)), worker.loaded.extend)
-    assert [name for name, _ in worker.loaded] == ["model.norm.weight"]
+    assert [name for name, _ in worker.loaded] == [norm]
 
 
 def test_scales_without_a_place_are_refused():
@@ -386,7 +362,7 @@ def test_scales_without_a_place_are_refused():
     placement.start()
     with pytest.raises(ValueError, match="the trainer sends scales of .*q_proj.weight, and the rollout has none"):
         placement.place(pieces(0), lambda tensors: None)
-    name = "model.layers.0.mlp.down_proj.weight"
+    name = f"{TRAINER}.layers.0.mlp.down_proj.weight"
     placement = Placement(LiveMap(rank_model(0, whole_tensors())))
     placement.start()
     half = FLOW.quantize_weight(whole_tensors()[name][:BLOCK], "fp32")
@@ -400,10 +376,10 @@ def test_a_parameter_that_moved_is_mapped_to_its_new_address():
     model = rank_model(0, whole)
     live_map = LiveMap(model)
     assert live_map.tensors() is live_map.tensors()
-    weight = model.get_parameter("model.layers.0.mlp.down_proj.weight")
+    weight = model.get_parameter(f"{ROLLOUT}.layers.0.mlp.down_proj.weight")
     weight.data = weight.data.clone()
     weight.data.view(torch.uint8)[3, 5] ^= 1
-    live = live_map.tensors()["model.layers.0.mlp.down_proj.weight"].data
+    live = live_map.tensors()[f"{TRAINER}.layers.0.mlp.down_proj.weight"].data
     assert live.data_ptr() == weight.data_ptr() and torch.equal(live.view(torch.uint8), weight.data.view(torch.uint8))
 
 

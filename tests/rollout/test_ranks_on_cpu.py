@@ -7,6 +7,7 @@ import pytest
 import test_exact_rollout_on_cpu as checks
 import torch
 import vllm_engine
+from streams import receiver_of
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
@@ -31,23 +32,29 @@ def policy(family: str):
 
 
 def load(worker, family: str) -> int:
-    """Load a rank's share of the policy; returns the number of layers that add in the trainer's order."""
+    """Load a rank's share of the policy, where the map of live places has to find it; returns the number of layers that
+    add in the trainer's order."""
     from verl.workers.rollout.vllm_rollout.utils import monkey_patch_compute_logits
 
     from jetrl_verl.rollout.experts import is_of_experts, load_experts
+    from jetrl_verl.rollout.live import live_tensors
     from jetrl_verl.rollout.row_parallel import OrderedRowParallelLinear
 
     source, model = policy(family), worker.model_runner.model
     weights = {
         name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items() if ".visual." not in name
     }
-    others = []
-    for name, tensor in as_tensors(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE)):
+    quantized, others = list(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE)), []
+    for name, tensor in as_tensors(quantized):
         if is_of_experts(name, source.config):
             load_experts(model, name, tensor, worker.rank)
         else:
             others.append((name, tensor))
     model.load_weights(others)
+    receiver = receiver_of(
+        quantized, scale_rule=checks.RULE, probe=1, ranks=worker.vllm_config.parallel_config.tensor_parallel_size
+    )
+    receiver.verify(live_tensors(model), scale_rule=checks.RULE, probe=1)
     monkey_patch_compute_logits(model, checks.TOKENS)
     return sum(isinstance(module, OrderedRowParallelLinear) for module in model.modules())
 

@@ -55,18 +55,19 @@ def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
-# A program has a quarter of a head's values, 32. Its state is four tiles [4, 8, 4, 2, 4], tile j of keys 4 i + j: four
-# values and eight times four words of keys by lane, four warps of values, two values and four words in a thread. So a
+# A program has 32 or 64 of a head's values. Its state is four tiles [4, 8, 4, EACH, 4], tile j of keys 4 i + j: four
+# values and eight times four words of keys by lane, four warps of values, EACH values and four words in a thread. So a
 # thread adds 16 products, eight lanes add their sums, and a token waits for no other warp. Triton lays tiles out along
 # what it sees to be contiguous; the permutation ``^ 1`` of an index hides it.
-_LAYOUT = {"VALUES": 4, "LANES": 8, "WARPS": 4, "EACH": 2, "WORDS": 4}
-_SLICES = HEAD // 32
+_LAYOUT = {"VALUES": 4, "LANES": 8, "WARPS": 4, "WORDS": 4}
+_MANY_HEADS = 256
+"""Heads of all sequences from which a thread has four values, which share its keys; programs still fill the GPU."""
 _TOKENS = 4
 """Tokens of a warp that computes norms and gates."""
 _SHARE_FROM = 4
 """Tokens a request, on average, from which norms and gates are computed once, in a launch of their own."""
-_MOST_REGISTERS = {True: 128, False: 168}
-"""Four or three programs a multiprocessor. What does not fit, the state's addresses, is not read in the loop."""
+_MOST_REGISTERS = {(True, 2): 128, (True, 4): 168, (False, 2): 168}
+"""For four or three programs a multiprocessor. What does not fit, the state's addresses, is not read in the loop."""
 _WIDTH: tl.constexpr = tl.constexpr(HEAD)
 _SCALE: tl.constexpr = tl.constexpr(HEAD**-0.5)
 _EPS: tl.constexpr = tl.constexpr(L2_EPS)
@@ -299,19 +300,20 @@ def triton_gated_delta_rule_update(
             num_warps=_LAYOUT["WARPS"],
         )
         b, a = norms, gates
+    each = 4 if shared and not paged and sequences * heads >= _MANY_HEADS else 2
     strides = states.stride() if paged else (0, 0, 0, 1)
-    paired = strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
+    paired = each == 2 and strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
     if paged and paired:
         states, strides = states.view(torch.int64), [stride // 2 for stride in strides]
     # Pointers of what is absent are never dereferenced.
-    _rule_kernel[((sequences + 1) * heads * _SLICES,)](
+    _rule_kernel[((sequences + 1) * heads * (HEAD // (16 * each)),)](
         words,
         qkv,
         b,
         a,
         a_log,
         dt_bias,
-        states if paged else words,
+        states if paged else (words if paired else b),
         slots if paged else cu_seqlens,
         computed if paged else cu_seqlens,
         cu_seqlens,
@@ -327,8 +329,9 @@ def triton_gated_delta_rule_update(
         SHARED=shared,
         PAIRED=paired,
         **_LAYOUT,
+        EACH=each,
         num_warps=_LAYOUT["WARPS"],
-        maxnreg=_MOST_REGISTERS[shared],
+        maxnreg=_MOST_REGISTERS[shared, each],
     )
     return out
 

@@ -83,8 +83,8 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
     check_cuts(seed, most, strided)
 
 
-def check_sequences_alone(device: str = "cpu") -> None:
-    cu = sequences(*LENGTHS)
+def check_sequences_alone(device: str = "cpu", lengths: tuple[int, ...] = LENGTHS) -> None:
+    cu = sequences(*lengths)
     values = [x.to(device) for x in inputs(int(cu[-1]))]
     with torch.no_grad():
         whole = layer(*values, cu.to(device))

@@ -28,8 +28,10 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
     check_cuts(seed, most, strided, "cuda", LENGTHS)
 
 
-def test_a_sequence_depends_on_no_other_one():
-    check_sequences_alone("cuda")
+@pytest.mark.parametrize("more", [0, 90])
+def test_a_sequence_depends_on_no_other_one(more):
+    """Few and many heads are computed in tiles of different sizes."""
+    check_sequences_alone("cuda", (131, 1, 2, 64, *(3,) * more))
 
 
 @pytest.mark.parametrize(("strided", "requests"), [(False, 1), (True, 33)])

@@ -31,6 +31,8 @@ __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
 
 CHUNK = 64
 """Tokens of a chunk of the gradient."""
+_SCAN_COLUMNS = 16
+"""Columns of the states that a program of the gradient advances."""
 _STATE_BYTES = 2**27
 """Of FP32 states whose gradient is computed at once, in some twenty times as much memory; heads are independent."""
 
@@ -359,15 +361,66 @@ def _gates(b, a, a_log, dt_bias) -> tuple[torch.Tensor, torch.Tensor]:
     return -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
 
 
+@jit(do_not_specialize=["chunks", "heads"])
+def _scan_kernel(
+    matrices_ptr, added_ptr, resets_ptr, states_ptr, chunks, heads, stride_row, stride_column,
+    REVERSE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head, row, inner = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, WIDTH)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
+    state = tl.zeros((COLUMNS, WIDTH), tl.float32)  # transposed: few rows are a tile of a tensor core
+    for step in range(0, chunks):
+        chunk = chunks - 1 - step if REVERSE else step
+        state = tl.where(tl.load(resets_ptr + chunk) != 0, 0.0, state)
+        place = (head + chunk * heads) * WIDTH * WIDTH
+        tl.store(states_ptr + place + row * WIDTH + column, state)
+        matrix = tl.load(matrices_ptr + place + row * stride_row + inner * stride_column)
+        added = tl.load(added_ptr + place + row * WIDTH + column)
+        state = tl.dot(state, matrix, added, input_precision="tf32x3")  # three products of TF32, to FP32 accuracy
+
+
+def triton_scan(matrices: torch.Tensor, added: torch.Tensor, resets: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """As :func:`torch_scan`, in one launch; FP32."""
+    states, added = torch.empty(added.shape, dtype=torch.float32, device=added.device), added.contiguous()
+    chunks, heads, width, _ = added.shape
+    _scan_kernel[(heads, width // _SCAN_COLUMNS)](
+        matrices,
+        added,
+        resets.to(torch.int32),
+        states,
+        chunks,
+        heads,
+        matrices.stride(2),
+        matrices.stride(3),
+        REVERSE=reverse,
+        COLUMNS=_SCAN_COLUMNS,
+        WIDTH=width,
+        num_warps=8,
+        num_stages=2,
+    )
+    return states
+
+
+def torch_scan(matrices: torch.Tensor, added: torch.Tensor, resets: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """States before each chunk, zero where ``resets``, of ``S' = matrix S + added``; after each chunk in ``reverse``.
+
+    Args:
+        matrices, added: ``[chunks, H, 128, 128]``; matrices may be transposed. resets: ``[chunks]``.
+    """
+    states, state, zero = torch.empty_like(added), torch.zeros_like(added[0]), added.new_zeros(())
+    for chunk in reversed(range(len(added))) if reverse else range(len(added)):
+        torch.where(resets[chunk], zero, state, out=states[chunk])
+        torch.baddbmm(added[chunk], matrices[chunk], states[chunk], out=state)
+    return states
+
+
 class _States(torch.autograd.Function):
-    """States before each chunk, ``S' = carry S + added``, zero where a sequence begins: two launches a chunk."""
+    """States before each chunk, ``S' = carry S + added``, zero where a sequence begins."""
 
     @staticmethod
     def forward(ctx, carry: torch.Tensor, added: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-        states, state, zero = torch.empty_like(added), torch.zeros_like(added[0]), added.new_zeros(())
-        for chunk in range(len(added)):
-            torch.where(begins[chunk], zero, state, out=states[chunk])
-            torch.baddbmm(added[chunk], carry[chunk], states[chunk], out=state)
+        ctx.scan = triton_scan if carry.is_cuda else torch_scan
+        states = ctx.scan(carry, added, begins[:-1], False)
         ctx.save_for_backward(carry, states, begins)
         return states
 
@@ -375,10 +428,7 @@ class _States(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dstates: torch.Tensor):
         carry, states, begins = ctx.saved_tensors
-        dadded, dstate, zero = torch.empty_like(states), torch.zeros_like(states[0]), states.new_zeros(())
-        for chunk in reversed(range(len(states))):
-            torch.where(begins[chunk + 1], zero, dstate, out=dadded[chunk])
-            torch.baddbmm(dstates[chunk], carry[chunk].mT, dadded[chunk], out=dstate)
+        dadded = ctx.scan(carry.mT, dstates, begins[1:], True)
         return dadded @ states.mT, dadded, None
 
 

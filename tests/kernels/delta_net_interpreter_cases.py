@@ -8,7 +8,7 @@ import pytest
 import torch
 from backends import triton_kernels
 from slow import slow
-from test_delta_net_on_cpu import EPS, HEADS, by_formula, check_cuts, inputs, layer, normal, sequences
+from test_delta_net_on_cpu import EPS, HEADS, by_formula, check_cuts, inputs, layer, normal, rule, sequences
 
 from jetrl_verl import kernels
 
@@ -49,3 +49,13 @@ def test_the_quantizing_norm_is_the_norm_then_the_quantizer():
     want = kernels.quantize_1x128(triton_kernels.gated_rms_norm(o, z, weight, EPS), "fp32")
     assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
     assert torch.equal(got.scales, want.scales) and normed.shape == (9, HEADS * 128)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_of_states(reverse):
+    generator = torch.Generator().manual_seed(0)
+    matrices, added = (torch.randn(4, 2, 128, 128, generator=generator) / 16 for _ in range(2))
+    resets = torch.tensor([True, False, True, False])
+    got = rule.triton_scan(matrices.mT if reverse else matrices, added, resets, reverse)
+    want = rule.torch_scan(*(x.double() for x in (matrices.mT if reverse else matrices, added)), resets, reverse)
+    assert (got - want).norm() <= 1e-6 * want.norm()

@@ -61,9 +61,9 @@ class Format(ABC):
         rows_per_scale, columns_per_scale: of a weight that share a scale; None: all columns.
         scale_dtype: of the scales.
         accepts_quantized: whether :meth:`linear` accepts a :class:`QuantizedTensor` as input. If so, the format has the
-            operations before it, with the arguments of ``kernels.<operation>_quantize_1x128``: ``rms_norm``,
-            ``gated_rms_norm`` and ``silu_mul`` (differentiable), ``add_rms_norm``, ``combine_add_rms_norm`` and
-            ``silu_mul_inference``; and ``kernels.sigmoid_mul_quantize``.
+            operations before it: ``rms_norm`` and ``gated_rms_norm`` (differentiable), ``add_rms_norm`` and
+            ``combine_add_rms_norm`` with the arguments of ``kernels.<operation>_quantize_1x128``, ``silu_mul`` and
+            ``sigmoid_mul`` (differentiable) with those of ``kernels.<operation>_quantize``.
     """
 
     traits: Traits
@@ -78,7 +78,6 @@ class Format(ABC):
     combine_add_rms_norm: Callable[..., tuple[QuantizedTensor, torch.Tensor]]
     gated_rms_norm: Callable[..., QuantizedTensor]
     silu_mul: Callable[..., QuantizedTensor]
-    silu_mul_inference: Callable[..., QuantizedTensor]
     sigmoid_mul: Callable[..., QuantizedTensor]
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from jetrl_verl import reference
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.dependents import launch_dependents
-from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.elementary import sigmoid
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
@@ -84,10 +84,7 @@ def _gated_norm_kernel(
     if WITH_Y:
         tl.store(y_ptr + place, y, mask=known[:, None])
     if QUANTIZE:
-        values = y.to(tl.float32)
-        bits = tl.max(magnitude_bits(values), axis=1)
-        scale = scale_of(bits, POW2)
-        qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        qdata, scale = quantize_groups(y.to(tl.float32), POW2)
         tl.store(qdata_ptr + place, qdata, mask=known[:, None])
         tl.store(scales_ptr + head.to(tl.int64) * tokens + token, scale, mask=known)
 

@@ -13,13 +13,10 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import (
     GROUP,
-    encode,
     is_pow2,
     load_four_rows,
     load_rows,
-    magnitude_bits,
-    reciprocal_of,
-    scale_of,
+    quantize_groups,
     store_both,
     store_colwise,
     store_rowwise,
@@ -69,10 +66,7 @@ def _quantize_1x128_kernel(
         offsets = row.to(tl.int64)[:, None] * k + column
         mask = in_range[:, None] & (column < k)
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    bits = tl.max(magnitude_bits(x), axis=1)
-    scale = scale_of(bits, POW2)
-    reciprocal = reciprocal_of(scale, bits, POW2)
-    qdata = encode(x, scale[:, None], reciprocal[:, None], POW2)
+    qdata, scale = quantize_groups(x, POW2)
     tl.store(qdata_ptr + offsets, qdata, mask=mask)
     scale_offsets = row.to(tl.int64) * stride_scale_row + group_k.to(tl.int64) * stride_scale_group
     tl.store(scales_ptr + scale_offsets, scale, mask=in_range)

@@ -17,7 +17,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.combine import sum_of_rows
 from jetrl_verl.kernels.device.dependents import launch_dependents
-from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
@@ -114,10 +114,7 @@ def _rms_norm_kernel(
     if WITH_Y:
         tl.store(y_ptr + row * K + column, y, mask=mask)
     if QUANTIZE:
-        groups = tl.reshape(y, (TILE // GROUP, GROUP)).to(tl.float32)
-        bits = tl.max(magnitude_bits(groups), axis=1)
-        scale = scale_of(bits, POW2)
-        qdata = encode(groups, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        qdata, scale = quantize_groups(tl.reshape(y, (TILE // GROUP, GROUP)).to(tl.float32), POW2)
         group = tl.arange(0, TILE // GROUP)
         offsets = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         tl.store(qdata_ptr + row * K + offsets, qdata, mask=offsets < K)

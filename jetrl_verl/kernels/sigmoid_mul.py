@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
-from jetrl_verl.kernels.device.e4m3 import GROUP, encode, is_pow2, magnitude_bits, reciprocal_of, scale_of
+from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
@@ -91,10 +91,7 @@ def _sigmoid_mul_kernel(
     if WITH_Y:
         tl.store(y_ptr + offsets, y, mask=mask)
     if QUANTIZE:
-        values = y.to(tl.float32)
-        bits = tl.max(magnitude_bits(values), axis=1)
-        scale = scale_of(bits, POW2)
-        qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+        qdata, scale = quantize_groups(y.to(tl.float32), POW2)
         tl.store(qdata_ptr + offsets, qdata, mask=mask)
         row, group_k = group // groups_k, group % groups_k
         tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=row < rows)

@@ -18,15 +18,12 @@ from jetrl_verl.kernels import native
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import (
     GROUP,
-    encode,
     halves_of,
     high_half,
     is_pow2,
     load_four_rows,
     low_half,
-    magnitude_bits,
-    reciprocal_of,
-    scale_of,
+    quantize_groups,
     store_both,
 )
 from jetrl_verl.kernels.device.launch import jit
@@ -37,7 +34,7 @@ from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_rows
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
-__all__ = ["silu_mul", "silu_mul_backward_quantize", "silu_mul_quantize", "silu_mul_quantize_1x128"]
+__all__ = ["silu_mul", "silu_mul_backward_quantize", "silu_mul_quantize"]
 
 Four = tuple[QuantizedTensor, QuantizedTensor, QuantizedTensor, QuantizedTensor]
 
@@ -169,10 +166,7 @@ def _silu_mul_quantize_kernel(
     offsets = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if WITH_Y:
         tl.store(y_ptr + offsets, y, mask=in_range[:, None])
-    values = y.to(tl.float32)
-    bits = tl.max(magnitude_bits(values), axis=1)
-    scale = scale_of(bits, POW2)
-    qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+    qdata, scale = quantize_groups(y.to(tl.float32), POW2)
     tl.store(qdata_ptr + offsets, qdata, mask=in_range[:, None])
     tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=in_range)
 
@@ -448,48 +442,28 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return _silu_mul(gate, up)
 
 
-def silu_mul_quantize_1x128(gate: torch.Tensor, up: torch.Tensor, rule: str) -> QuantizedTensor:
+def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool = True) -> QuantizedTensor:
     """:func:`silu_mul` and ``kernels.quantize_1x128`` of its result; differentiable in both.
 
     Args:
         gate, up: ``[..., I]`` BF16, possibly halves of one tensor, I a multiple of 128.
         rule: scale rule, ``"fp32"`` or ``"pow2"``.
+        with_product: whether to return the product in BF16 too; always, where a gradient is recorded.
 
     Returns:
         FP8 data ``[M, I]`` E4M3 and scales ``[M, I/128]`` FP32 of the M rows of the product; ``source`` is the product
-        ``[..., I]`` BF16.
-
-    Raises:
-        TypeError: an operand is not BF16. ValueError: I is not a multiple of 128, an unknown rule.
-    """
-    require_bf16("silu_mul_quantize_1x128", gate=gate, up=up)
-    require_groups("silu_mul_quantize_1x128", up)
-    if torch.is_grad_enabled():
-        product, qdata, scales = _SiLUMul.apply(gate, up, rule)
-    else:
-        product, rowwise = _silu_mul_quantize(gate, up, rule, True)
-        qdata, scales = rowwise.qdata, rowwise.scales
-    return QuantizedTensor(qdata, scales, product)
-
-
-def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool) -> QuantizedTensor:
-    """FP8 data of ``silu(gate) * up`` rounded to BF16, without a gradient.
-
-    Args:
-        gate, up: ``[..., I]`` BF16, possibly halves of one tensor, I a multiple of 128.
-        rule: scale rule, ``"fp32"`` or ``"pow2"``.
-        with_product: whether to return the product in BF16 too.
-
-    Returns:
-        ``kernels.quantize_1x128`` of the product as ``[M, I]``, ``source`` the product ``[..., I]`` BF16 or None.
+        ``[..., I]`` BF16 or None.
 
     Raises:
         TypeError: an operand is not BF16. ValueError: I is not a multiple of 128, an unknown rule.
     """
     require_bf16("silu_mul_quantize", gate=gate, up=up)
     require_groups("silu_mul_quantize", up)
-    product, rowwise = _silu_mul_quantize(gate, up, rule, with_product)
-    return QuantizedTensor(rowwise.qdata, rowwise.scales, product if with_product else None)
+    if torch.is_grad_enabled():
+        product, qdata, scales = _SiLUMul.apply(gate, up, rule)
+        return QuantizedTensor(qdata, scales, product)
+    product, (qdata, scales) = _silu_mul_quantize(gate, up, rule, with_product)
+    return QuantizedTensor(qdata, scales, product if with_product else None)
 
 
 def silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:

@@ -11,18 +11,7 @@ import triton.language as tl
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
-from jetrl_verl.kernels.device.e4m3 import (
-    GROUP,
-    encode,
-    halves_of,
-    high_half,
-    is_pow2,
-    low_half,
-    magnitude_bits,
-    reciprocal_of,
-    scale_of,
-    store_both,
-)
+from jetrl_verl.kernels.device.e4m3 import GROUP, halves_of, high_half, is_pow2, low_half, quantize_groups, store_both
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
@@ -108,10 +97,7 @@ def _quantize_kernel(
     gate = tl.load(source, mask=valid[:, None], other=0.0).to(tl.float32)
     up = tl.load(source + groups_k * GROUP, mask=valid[:, None], other=0.0).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up * weight[:, None]
-    values = product.to(tl.bfloat16).to(tl.float32)
-    bits = tl.max(magnitude_bits(values), axis=1)
-    scale = scale_of(bits, POW2)
-    qdata = encode(values, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+    qdata, scale = quantize_groups(product.to(tl.bfloat16).to(tl.float32), POW2)
     offsets = group.to(tl.int64)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(qdata_ptr + offsets, qdata, mask=valid[:, None])
     tl.store(scales_ptr + group_k.to(tl.int64) * rows + row, scale, mask=valid)

@@ -98,7 +98,7 @@ class SharedSiluAndMul(ReadByLinear, vllm.SiluAndMul):
         gate, up = x.chunk(2, dim=-1)
         if self.reader_format is None:
             return kernels.silu_mul(gate, up)
-        return self.reader_format.silu_mul_inference(gate, up, self.reader_rule, with_product=self.keeps_rows)
+        return self.reader_format.silu_mul(gate, up, self.reader_rule, with_product=self.keeps_rows)
 
 
 class _SharedRotary:

@@ -14,7 +14,7 @@ from quantizer_checks import assert_same_bytes, check_all_quantizers
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels.fprop import fprop_quantized
 from jetrl_verl.kernels.rms_norm import add_rms_norm_quantize_1x128, rms_norm_quantize_1x128
-from jetrl_verl.kernels.silu_mul import silu_mul_backward_quantize, silu_mul_quantize, silu_mul_quantize_1x128
+from jetrl_verl.kernels.silu_mul import silu_mul_backward_quantize, silu_mul_quantize
 from jetrl_verl.nn.linear import JetLinear, quantize_input
 from jetrl_verl.reference import SCALE_RULES, QuantizedTensor
 
@@ -29,7 +29,6 @@ OPERATIONS = (
     "add_rms_norm_quantize_1x128",
     "combine_add_rms_norm",
     "combine_add_rms_norm_quantize_1x128",
-    "silu_mul_quantize_1x128",
     "silu_mul_quantize",
     "silu_mul_backward_quantize",
 )
@@ -79,7 +78,6 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
         "combine_add_rms_norm_quantize_1x128": partial(
             kernels.combine_add_rms_norm_quantize_1x128, *behind, weight, EPS, rule, with_normed=True
         ),
-        "silu_mul_quantize_1x128": partial(silu_mul_quantize_1x128, gate, up, rule),
         "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False),
         "silu_mul_backward_quantize": partial(silu_mul_backward_quantize, x, gate, up, rule),
     }[name]
@@ -123,6 +121,7 @@ def test_fake_implementations_match_the_real_ones():
 
 @pytest.mark.parametrize("rule", SCALE_RULES)
 @pytest.mark.parametrize("m", [1, 16, 65, 1000])
+@torch.no_grad()
 def test_linears_of_qdata_match_linears_that_quantize(m, rule):
     """The rollout's MLP with qdata between its operations: eager, compiled, and in a CUDA graph."""
     x, residual = bf16(gaussian, m, 1024, "cuda"), bf16(gaussian, m, 1024, "cuda", 1)

@@ -493,7 +493,7 @@ def test_operands_are_not_broadcast():
         lambda: kernels.log_probs(scores, tokens, torch.ones(1)),
         lambda: kernels.log_probs(scores, tokens[:1], torch.ones(4)),
         lambda: kernels.silu_mul(x, x[:1]),
-        lambda: kernels.silu_mul_quantize_1x128(x, x[:1], "fp32"),
+        lambda: kernels.silu_mul_quantize(x, x[:1], "fp32"),
         lambda: kernels.silu_mul_backward_quantize(x[:1], x, x, "fp32"),
     ):
         with pytest.raises(ValueError, match=r"has shape \(.*\), expected \(.*\); nothing is broadcast"):

@@ -367,14 +367,20 @@ def load_rows(x_ptr, row, column, rows, k):
 
 
 @jit
+def quantize_groups(x, POW2: tl.constexpr):
+    """qdata of the groups ``x`` [R, 128] FP32, and their scales [R]."""
+    bits = tl.max(magnitude_bits(x), axis=1)
+    scale = scale_of(bits, POW2)
+    return encode(x, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2), scale
+
+
+@jit
 def store_rowwise(x, qdata_ptr, scales_ptr, row, column, tile_k, rows, k, POW2: tl.constexpr):
     """Quantize the rows of ``x`` [R, 128] FP32, one group each, and store them at ``row`` [R], ``column`` [128].
 
     ``qdata_ptr``: ``[rows, k]`` uint8. ``scales_ptr``: ``[groups, rows]``, the memory of a column-major result.
     """
-    bits = tl.max(magnitude_bits(x), axis=1)
-    scale = scale_of(bits, POW2)
-    qdata = encode(x, scale[:, None], reciprocal_of(scale, bits, POW2)[:, None], POW2)
+    qdata, scale = quantize_groups(x, POW2)
     mask = (row < rows)[:, None] & (column < k)[None, :]
     tl.store(qdata_ptr + row.to(tl.int64)[:, None] * k + column[None, :], qdata, mask=mask)
     tl.store(scales_ptr + tile_k.to(tl.int64) * rows + row, scale, mask=row < rows)

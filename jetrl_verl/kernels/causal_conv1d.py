@@ -65,8 +65,9 @@ def _nothing_before(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
-_TOKENS, _CHANNELS, _WARPS = 16, 256, 4
-"""Tile of the convolution."""
+_TILE, _DECODE_TILE, _WARPS = (16, 256), (4, 1024), 4
+"""Tokens and channels of a program of the convolution, and where sequences have few tokens each."""
+_FEW_TOKENS = 4
 _BACKWARD_TOKENS, _BACKWARD_CHANNELS = 64, 128
 """Tokens and channels of a program of the gradient, one warp."""
 
@@ -243,8 +244,9 @@ def triton_causal_conv1d_update(
     y = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
     paged = states is not None
     if y.numel():
+        tile_tokens, tile_channels = _DECODE_TILE if tokens < _FEW_TOKENS * sequences else _TILE
         # Pointers of what is absent are never dereferenced.
-        _conv_kernel[(sequences + ceil_div(tokens, _TOKENS), ceil_div(channels, _CHANNELS))](
+        _conv_kernel[(sequences + ceil_div(tokens, tile_tokens), ceil_div(channels, tile_channels))](
             x,
             _tap_words(weight),
             states if paged else x,
@@ -258,8 +260,8 @@ def triton_causal_conv1d_update(
             x.stride(0),
             *(states.stride() if paged else (0, 0, 0)),
             int(paged),
-            TOKENS=_TOKENS,
-            CHANNELS=_CHANNELS,
+            TOKENS=tile_tokens,
+            CHANNELS=tile_channels,
             num_warps=_WARPS,
         )
     return y

@@ -1,0 +1,70 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""A hybrid of delta nets and attention in real CPU jobs: trainer and rollout agree in every bit.
+
+The policy is random and hardly ever right, so an entropy bonus gives the steps a gradient.
+"""
+
+import math
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+from jobs import train
+from test_parallel_on_cpu import TWO_RANKS
+from tiny_models import save_policy
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+STEPS = 3
+TEMPLATE = "{{ messages[0]['content'] }}"
+
+
+def write_data(train: Path, folder: Path) -> Path:
+    """The demo's problems; every third prompt is one token, the others begin with the same block of 64 tokens."""
+    rows = pyarrow.parquet.read_table(train).slice(0, 64).to_pylist()
+    for number, row in enumerate(rows):
+        (message,) = row["prompt"]
+        message["content"] = message["content"][0] if number % 3 == 0 else 10 * "12+34=46\n" + message["content"]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    return folder / "train.parquet"
+
+
+def check(policy, folder: Path, *words: str, **changes: int) -> None:
+    """Three steps of a hybrid of :func:`tiny_models.tiny_config`."""
+    save_policy(folder / "policy", "qwen3_5", max_position_embeddings=256, **changes)
+    (folder / "policy" / "chat_template.jinja").write_text(TEMPLATE)
+    run = train(
+        policy,
+        "jet_fp8_exact",
+        folder / "run",
+        STEPS,
+        *words,
+        f"actor_rollout_ref.model.path={folder / 'policy'}",
+        f"data.train_files={write_data(policy.train, folder)}",
+        "data.max_prompt_length=128",
+        "data.train_batch_size=8",
+        f"{ROLLOUT}.n=4",
+        f"{ACTOR}.entropy_coeff=0.1",
+        # Pages of 64 tokens; steps mix decodes with parts of prompts.
+        f"+{ROLLOUT}.engine_kwargs.vllm.block_size=64",
+        f"{ROLLOUT}.max_model_len=192",
+        f"{ROLLOUT}.max_num_batched_tokens=64",
+        f"{ROLLOUT}.max_num_seqs=48",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
+    )
+    assert len(run.metrics) == STEPS
+    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    assert len({sync[-1] for sync in run.syncs}) == len(run.syncs), "each sync moved the weights"
+    for metric in ("rollout_corr/k3_kl", "rollout_corr/kl", "training/rollout_probs_diff_max", "actor/pg_clipfrac"):
+        assert run.steps(metric) == [0.0] * STEPS, metric
+
+
+def test_one_rank_agrees_in_every_bit_at_every_step(policy, tmp_path):
+    check(policy, tmp_path, f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "jetrl.gathered=batch")
+
+
+@pytest.mark.slow
+def test_two_ranks_of_each_side_agree_in_every_bit_at_every_step(policy, tmp_path):
+    ranks = (*TWO_RANKS, f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    sizes = (f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16")
+    check(policy, tmp_path, *ranks, *sizes, linear_num_key_heads=2, intermediate_size=512)

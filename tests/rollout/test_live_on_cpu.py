@@ -368,22 +368,3 @@ def test_scales_without_a_place_are_refused():
     half = FLOW.quantize_weight(whole_tensors()[name][:BLOCK], "fp32")
     with pytest.raises(ValueError, match=rf"scales of {name} are \[1, 4\] in the trainer, and of \[256, 512\]"):
         placement.place(list(packed(parts_of_weight(name, half))), lambda tensors: None)
-
-
-def test_a_parameter_that_moved_is_mapped_to_its_new_address():
-    """The map is kept between syncs; storages of parameters may change."""
-    whole = whole_tensors()
-    model = rank_model(0, whole)
-    live_map = LiveMap(model)
-    assert live_map.tensors() is live_map.tensors()
-    weight = model.get_parameter(f"{ROLLOUT}.layers.0.mlp.down_proj.weight")
-    weight.data = weight.data.clone()
-    weight.data.view(torch.uint8)[3, 5] ^= 1
-    live = live_map.tensors()[f"{TRAINER}.layers.0.mlp.down_proj.weight"].data
-    assert live.data_ptr() == weight.data_ptr() and torch.equal(live.view(torch.uint8), weight.data.view(torch.uint8))
-
-
-def test_block_sums_of_a_column_slice_are_those_of_the_whole():
-    q = FLOW.quantize_weight(torch.randn(256, 512).bfloat16(), "pow2")
-    part = QuantizedWeight(FLOW, q.qdata[:, 2 * BLOCK :], q.scales[:, 2:])
-    assert torch.equal(FLOW.sums(part), FLOW.sums(q)[:, 2:])

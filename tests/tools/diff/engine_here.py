@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of ``jetrl diff`` in the test's own process, which starts faster than a subprocess."""
 
+import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
 import torch
+from rich.console import Console
 from vllm_engine import CACHE
 
 from jetrl_verl.tools.diff import rollout, run
@@ -25,3 +28,29 @@ def run_here(request: Request, responses: list[list[int]] | None = None, **argum
             return rollout.run(request)
     finally:
         cleanup_dist_env_and_memory()
+
+
+def comparer(policy, folder, patch, overrides: tuple[str, ...] = (), **arguments) -> Callable:
+    """Callable precision -> (status, report, output, recording): the command on two prompts, with one engine here.
+
+    Args:
+        policy: its model. folder: for its files. patch: pytest's. overrides, arguments: of the job and of the engine.
+    """
+    prompts, answers = folder / "prompts.jsonl", [[5 + i, 7, 9, 4, 8, 6, 5, 10] for i in range(2)]
+    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [3 + i] * (9 + 7 * i)}) for i in range(2)))
+    recordings = []
+
+    def engine(request, *args):
+        if not recordings:
+            recordings.append(run_here(request, answers, max_num_seqs=2, enable_prefix_caching=False, **arguments))
+        return recordings[0]
+
+    def compare(precision):
+        patch.setattr(run, "run_engine", engine)
+        options = run.DiffOptions(policy, (precision,), prompts, 2, len(answers[0]), 1.0, folder, overrides)
+        console = Console(record=True, width=120)
+        status = run.run_diff(options, console)
+        (report,) = json.loads((folder / "report.json").read_text())["precisions"]
+        return status, report, console.export_text(), recordings[0]
+
+    return compare

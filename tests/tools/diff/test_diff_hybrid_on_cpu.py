@@ -2,50 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff`` of a hybrid: equal under jet_fp8_exact, and a planted difference is named by its operation."""
 
-import json
-
 import pytest
-from engine_here import run_here
-from rich.console import Console
+from engine_here import comparer
 from tiny_models import save_policy
 
 from jetrl_verl import kernels
 from jetrl_verl.inputs import UserError
-from jetrl_verl.tools.diff import run
-from jetrl_verl.tools.diff.run import DiffOptions, run_diff
-
-RESPONSE = 8
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
 def compare(tmp_path_factory, cpu_platform):
-    """Callable that runs the command and returns its report, on one recording of an engine in this process."""
     folder = tmp_path_factory.mktemp("hybrid")
-    policy, prompts, recordings = save_policy(folder / "policy", "qwen3_5"), folder / "prompts.jsonl", []
-    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [3 + i] * (9 + 7 * i)}) for i in range(2)))
-
-    def engine(request, *args):
-        if not recordings:
-            answers = [[5 + i, 7, 9, 4, 8, 6, 5, 10] for i in range(2)]
-            arguments = dict(max_num_seqs=2, enable_prefix_caching=False, block_size=64)
-            recordings.append(run_here(request, answers, **arguments))
-        return recordings[0]
-
-    def compared(precision: str = "jet_fp8_exact") -> dict:
-        options = DiffOptions(policy, (precision,), prompts, 2, RESPONSE, 1.0, folder / "out", ())
-        run_diff(options, Console(width=120))
-        return json.loads((folder / "out" / "report.json").read_text())["precisions"][0]
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run, "run_engine", engine)
-        yield compared
+        yield comparer(save_policy(folder / "policy", "qwen3_5"), folder, patch, block_size=64)
 
 
 def test_equal_in_every_operation(compare):
-    report = compare()
-    assert report["equal"] and report["first_difference"] is None
+    status, report, *_ = compare("jet_fp8_exact")
+    assert status == 0 and report["equal"] and report["first_difference"] is None
     # 16 operations in each of two linear layers, 18 in the full one, no residual sum at the first.
     assert len(report["operations"]) == 2 * 16 + 18 - 1 + 5
 
@@ -54,7 +30,7 @@ def test_equal_in_every_operation(compare):
 def test_a_difference_of_the_trainer_is_named(compare, monkeypatch, function, named):
     stock = getattr(kernels, function)
     monkeypatch.setattr(kernels, function, lambda *args: stock(*args) * 1.0078125)
-    report = compare()
+    _, report, *_ = compare("jet_fp8_exact")
     assert (report["first_difference"]["layer"], report["first_difference"]["operation"]) == (0, named)
     assert report["all_corrected"]["differing"] == 0
 

@@ -2,20 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff`` with ``jetrl.kv_cache=fp8``: equal if both sides have it, attributed to its own kind if one has it."""
 
-import json
-
 import pytest
 import torch
-from engine_here import run_here
-from rich.console import Console
+from engine_here import comparer
 from tiny_models import save_policy
 
 from jetrl_verl import kernels
-from jetrl_verl.tools.diff import run
 from jetrl_verl.tools.diff.operations import Operation
-from jetrl_verl.tools.diff.run import DiffOptions, run_diff
 
-RESPONSE = 8
 CACHED = [Operation(layer, name) for layer in range(2) for name in ("k_cache", "v_cache")]
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,26 +22,7 @@ def policy(tmp_path_factory):
 
 @pytest.fixture
 def compared(policy, tmp_path, cpu_platform, monkeypatch):
-    """Callable precision -> (status, report, output, recording): the command, with one engine in this process."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [3 + i] * (9 + 7 * i)}) for i in range(2)))
-    answers = [[5 + i, 7, 9, 4, 8, 6, 5, 10] for i in range(2)]
-    recordings = []
-
-    def engine(request, *args):
-        if not recordings:
-            recordings.append(run_here(request, answers, max_num_seqs=2, enable_prefix_caching=False))
-        return recordings[0]
-
-    def compare(precision):
-        monkeypatch.setattr(run, "run_engine", engine)
-        options = DiffOptions(policy, (precision,), prompts, 2, RESPONSE, 1.0, tmp_path, ("jetrl.kv_cache=fp8",))
-        console = Console(record=True, width=120)
-        status = run_diff(options, console)
-        (report,) = json.loads((tmp_path / "report.json").read_text())["precisions"]
-        return status, report, console.export_text(), recordings[0]
-
-    return compare
+    return comparer(policy, tmp_path, monkeypatch, ("jetrl.kv_cache=fp8",))
 
 
 def own(report, kind) -> list[float]:

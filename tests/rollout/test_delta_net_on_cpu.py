@@ -43,18 +43,10 @@ def engine(cpu_platform, monkeypatch):
     monkeypatch.setattr(vllm_compat, "get_forward_context", lambda: context)
 
     def metadata(pages: list[int], computed: list[int], new: list[int], tokens: int):
-        starts = torch.tensor([0, *new]).cumsum(0).int()
-        step = vllm_compat.CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=torch.tensor([sum(pair) for pair in zip(computed, new, strict=True)], dtype=torch.int32),
-            num_reqs=len(new),
-            num_actual_tokens=tokens,
-            max_query_len=max(new),
-            max_seq_len=max(computed) + max(new),
-            block_table_tensor=torch.tensor(pages, dtype=torch.int32)[:, None],
-            slot_mapping=torch.zeros(tokens),
-        )
+        starts, before = torch.tensor([0, *new]).cumsum(0).int(), torch.tensor(computed).int()
+        tensors = dict(query_start_loc=starts, seq_lens=before + starts.diff())
+        tensors["block_table_tensor"] = torch.tensor(pages, dtype=torch.int32)[:, None]
+        step = SimpleNamespace(num_reqs=len(new), num_actual_tokens=tokens, max_query_len=max(new), **tensors)
         return builder.build(0, step)
 
     def run(rows: list[torch.Tensor], requests) -> torch.Tensor:
@@ -67,26 +59,19 @@ def engine(cpu_platform, monkeypatch):
     return SimpleNamespace(layer=attention, pages=pages, metadata=metadata, run=run)
 
 
-@pytest.fixture
-def inputs() -> list[torch.Tensor]:
-    """qkv, b and a of all tokens, request after request."""
-    total = sum(LENGTHS)
-    return [normal(total, CHANNELS).bfloat16(), normal(total, VALUES), normal(total, VALUES)]
-
-
-def whole(engine, inputs: list[torch.Tensor]) -> torch.Tensor:
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).int()
-    layer, (qkv, b, a) = engine.layer, inputs
-    with torch.no_grad():
-        qkv = kernels.causal_conv1d(qkv, layer.conv1d.weight[:, 0], starts)
-        return kernels.gated_delta_rule(qkv, b, a, layer.A_log, layer.dt_bias, starts)
+TOTAL = sum(LENGTHS)
+INPUTS = [normal(TOTAL, CHANNELS).bfloat16(), normal(TOTAL, VALUES), normal(TOTAL, VALUES).roll(1, dims=0)]
+"""qkv, b and a of all tokens, request after request."""
 
 
 @pytest.mark.parametrize("budget", [1, 13, 64, 512])
-def test_steps_of_any_cut_have_the_bits_of_whole_sequences(engine, inputs, budget):
+def test_steps_of_any_cut_have_the_bits_of_whole_sequences(engine, budget):
     """Requests advance by up to ``budget`` tokens in a step that they share, of every length from one on."""
-    parts = list(zip(*(x.split(LENGTHS) for x in inputs), strict=True))
-    expected, done = whole(engine, inputs).split(LENGTHS), [0] * len(LENGTHS)
+    parts, layer = list(zip(*(x.split(LENGTHS) for x in INPUTS), strict=True)), engine.layer
+    starts, done = torch.tensor([0, *LENGTHS]).cumsum(0).int(), [0] * len(LENGTHS)
+    with torch.no_grad():
+        qkv = kernels.causal_conv1d(INPUTS[0], layer.conv1d.weight[:, 0], starts)
+        expected = kernels.gated_delta_rule(qkv, *INPUTS[1:], layer.A_log, layer.dt_bias, starts).split(LENGTHS)
     while running := [r for r, length in enumerate(LENGTHS) if done[r] < length]:
         left, new = budget, []
         for r in running:  # as vLLM: a token for each, the rest of the budget for the first that has more
@@ -101,9 +86,9 @@ def test_steps_of_any_cut_have_the_bits_of_whole_sequences(engine, inputs, budge
     assert engine.pages[:3].isnan().all(), "a page of no request"
 
 
-def test_padded_rows_are_zero_and_write_nothing(engine, inputs):
+def test_padded_rows_are_zero_and_write_nothing(engine):
     """A CUDA graph of 8 decodes with 4 requests, of which one has one token in all."""
-    rows = [torch.cat([x[:4], torch.full_like(x[:4], torch.nan)]) for x in inputs]
+    rows = [torch.cat([x[:4], torch.full_like(x[:4], torch.nan)]) for x in INPUTS]
     padded = engine.metadata([3, 4, 5, 6, 0, 0, 0, 0], [0] * 8, [1, 1, 1, 1, 0, 0, 0, 0], tokens=8)
     assert padded.slots.tolist() == [3, 4, 5, 6, -1, -1, -1, -1] and padded.cu_seqlens.tolist() == list(range(9))
     out = engine.run(rows, padded)

@@ -231,14 +231,7 @@ def _tap_words(weight: torch.Tensor) -> torch.Tensor:
 
 
 @implements("causal_conv1d_update", "triton")
-def triton_causal_conv1d_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    states: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    computed: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def triton_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) -> torch.Tensor:
     """As :func:`reference_causal_conv1d_update`; without states every sequence starts here."""
     x, (tokens, channels), sequences = _rows(x), x.shape, len(cu_seqlens) - 1
     y = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
@@ -274,9 +267,7 @@ def triton_causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torc
 
 
 @implements("causal_conv1d_backward", "triton")
-def triton_causal_conv1d_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_causal_conv1d_backward`; a program goes along 64 tokens, and three more for dx."""
     x, (tokens, channels), tiles = _rows(x), x.shape, ceil_div(len(x), _BACKWARD_TOKENS)
     dx = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)

@@ -257,17 +257,7 @@ def _rule_kernel(
 
 
 @implements("gated_delta_rule_update", "triton")
-def triton_gated_delta_rule_update(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    states: torch.Tensor | None,
-    slots: torch.Tensor | None,
-    computed: torch.Tensor | None,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def triton_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens) -> torch.Tensor:
     """As :func:`reference_gated_delta_rule_update`; without states every sequence starts here."""
     qkv, (tokens, heads), sequences = qkv.contiguous(), b.shape, len(cu_seqlens) - 1
     b, a = (x if x.stride(1) == 1 else x.contiguous() for x in (b, a))
@@ -339,14 +329,7 @@ def triton_gated_delta_rule_update(
 
 
 @implements("gated_delta_rule", "triton")
-def triton_gated_delta_rule(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+def triton_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     """As :func:`reference_gated_delta_rule`, by the update's kernel."""
     return triton_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, None, None, None, cu_seqlens)
 

@@ -161,16 +161,14 @@ def triton_gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor
 
 @implements("gated_rms_norm_quantize_1x128", "triton")
 def triton_gated_rms_norm_quantize_1x128(
-    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, with_normed: bool
+    o, z, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor]:
     """As :func:`reference_gated_rms_norm_quantize_1x128`."""
     return _launch(o, z, weight, eps, rule, with_normed)
 
 
 @implements("gated_rms_norm_backward", "triton")
-def triton_gated_rms_norm_backward(
-    dy: torch.Tensor, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def triton_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     """As :func:`reference_gated_rms_norm_backward`; the order of the sum dw follows the number of tokens."""
     o, z, (tokens, heads, width) = o.contiguous(), _heads_of_rows(z), o.shape
     do, dz = (torch.empty(o.shape, dtype=torch.bfloat16, device=o.device) for _ in range(2))

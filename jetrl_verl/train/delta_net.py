@@ -57,9 +57,13 @@ def _core(
     """Convolution and rule, ``[B * T, value heads, D]``, zero at padding."""
     taps = getattr(self, leaf(names.conv)).weight.view(*qkv.shape[1:], -1)
     decay = [getattr(self, leaf(name)) for name in (names.a_log, names.dt_bias)]
+
+    def rule(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        qkv = kernels.causal_conv1d(qkv.flatten(1), taps.flatten(0, 1), packing.cu_seqlens)
+        return kernels.gated_delta_rule(qkv, b, a, *decay, packing.cu_seqlens)
+
     if packing.tokens is not None:
-        qkv_real, b_real, a_real = (x.index_select(0, packing.tokens) for x in (qkv, b, a))
-        real = _rule(qkv_real, taps, b_real, a_real, *decay, packing.cu_seqlens)
+        real = rule(*(x.index_select(0, packing.tokens) for x in (qkv, b, a)))
         return real.new_zeros(len(qkv), *real.shape[1:]).index_copy(0, packing.tokens, real)
     if sequence_parallel.ranks() > 1:
         kinds = (self.num_k_heads, self.num_k_heads, self.num_v_heads)
@@ -67,18 +71,4 @@ def _core(
         taps = torch.cat([sequence_parallel.of_rank(heads) for heads in taps.split(kinds)])
         b, a = (x.squeeze(2) for x in sequence_parallel.by_heads(b.unsqueeze(2), a.unsqueeze(2)))
         decay = [sequence_parallel.of_rank(x) for x in decay]
-    return sequence_parallel.by_tokens(_rule(qkv, taps, b, a, *decay, packing.cu_seqlens))
-
-
-def _rule(
-    qkv: torch.Tensor,
-    taps: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
-    """``[T, value heads, D]`` of ``qkv [T, heads, D]``, ``taps [heads, D, width]``, b and a ``[T, value heads]``."""
-    qkv = kernels.causal_conv1d(qkv.flatten(1), taps.flatten(0, 1), cu_seqlens)
-    return kernels.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens)
+    return sequence_parallel.by_tokens(rule(qkv, b, a))

@@ -13,6 +13,7 @@ from torch import nn
 from jetrl_verl.models import Family, UnsupportedLayer, UnsupportedOperation, families, family, model_types
 from jetrl_verl.models.families.base import leaf, place
 from jetrl_verl.models.plan import plan_linears, plan_of
+from jetrl_verl.rollout.register import register
 from jetrl_verl.sources import source_files
 from jetrl_verl.tools.memory.shapes import KNOWN
 from jetrl_verl.train.shared_operations import share_operations
@@ -80,9 +81,10 @@ def test_names_and_shapes_are_those_of_hugging_face(model_type):
 
 
 @pytest.mark.parametrize("model_type", ALL)
-def test_merged_projections_are_those_of_vllm(model_type):
+def test_merged_projections_are_those_of_vllm(model_type, cpu_platform):
     from vllm.model_executor.models import ModelRegistry
 
+    register()  # vLLM's models with vision import torchvision, which is absent from some installations
     architecture = ALL[model_type][1].__name__
     merged = {
         leaf(linear.name): [leaf(piece) for piece in linear.pieces]

@@ -67,7 +67,7 @@ MODEL_ROWS: dict[str, Row] = {
         instead=f"Set {MODEL}.path to the BF16 checkpoint",
     ),
     "model_type": Row(
-        "a vision or audio model, another mixture of experts, another architecture",
+        "a vision or audio model other than Qwen3.5, another mixture of experts, another architecture",
         instead=f"Set {MODEL}.path to a model of a type in docs/support.md, or precision=bf16",
     ),
     "no_layer_fits": Row("a model none of whose layers fits"),

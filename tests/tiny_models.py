@@ -34,7 +34,7 @@ FAMILIES = {
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 HYBRIDS = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration)}
-"""Families with delta nets, which the tests of shared operations do not cover."""
+"""Families with delta nets, which only a part of the tests covers."""
 OWN_FIELDS = {
     # A rollout has no dropout; this family's default has.
     "seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0),

@@ -57,10 +57,10 @@ def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, 
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
-# A program has 32 or 64 of a head's values. Its state is four tiles [4, 8, 4, EACH, 4], tile j of keys 4 i + j: four
-# values and eight times four words of keys by lane, four warps of values, EACH values and four words in a thread. So a
-# thread adds 16 products, eight lanes add their sums, and a token waits for no other warp. Triton lays tiles out along
-# what it sees to be contiguous; the permutation ``^ 1`` of an index hides it.
+# A program has 32 or 64 of a head's values. Its state is four tiles [4, 8, 4, NEIGHBORS, 4], tile j of keys 4 i + j:
+# four values and eight times four words of keys by lane, four warps of values, NEIGHBORS values and four words in a
+# thread. So a thread adds 16 products, eight lanes add their sums, and a token waits for no other warp. Triton lays
+# tiles out along what it sees to be contiguous; the permutation ``^ 1`` of an index hides it.
 _LAYOUT = {"VALUES": 4, "LANES": 8, "WARPS": 4, "WORDS": 4}
 _MANY_HEADS = 256
 """Heads of all sequences from which a thread has four values, which share its keys; programs still fill the GPU."""
@@ -141,19 +141,19 @@ def _shared_kernel(
 
 
 @jit
-def _load_state(ptr, each, known, PAIRED: tl.constexpr):
+def _load_state(ptr, neighbor, known, PAIRED: tl.constexpr):
     """A tile of the state, FP32; ``ptr`` to int64 words of two neighboring values or to single ones."""
     if PAIRED:
         words = tl.load(ptr, mask=known, other=0)
-        return tl.where(each == 0, words.to(tl.int32), (words >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+        return tl.where(neighbor == 0, words.to(tl.int32), (words >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         return tl.load(ptr, mask=known, other=0.0)
 
 
 @jit
-def _store_state(ptr, state, each, known, PAIRED: tl.constexpr):
+def _store_state(ptr, state, neighbor, known, PAIRED: tl.constexpr):
     if PAIRED:
-        halves = (state.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) << (32 * each).to(tl.int64)
+        halves = (state.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF) << (32 * neighbor).to(tl.int64)
         tl.store(ptr, tl.sum(halves, axis=3, keep_dims=True), mask=known)
     else:
         tl.store(ptr, state, mask=known)
@@ -178,9 +178,9 @@ def _rule_kernel(
     words_ptr, values_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, states_ptr, slots_ptr,
     computed_ptr, cu_ptr, out_ptr, tokens, sequences, keys, heads, stride_b, stride_a, stride_slot, stride_head,
     stride_key, stride_value, paged, SHARED: tl.constexpr, PAIRED: tl.constexpr,
-    VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
+    VALUES: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr, NEIGHBORS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    SLICES: tl.constexpr = _WIDTH // (VALUES * WARPS * EACH)
+    SLICES: tl.constexpr = _WIDTH // (VALUES * WARPS * NEIGHBORS)
     program = tl.program_id(0)
     slice, head, sequence = program % SLICES, program // SLICES % heads, program // SLICES // heads
     # The programs after those of the sequences write zeros after the last sequence.
@@ -192,18 +192,18 @@ def _rule_kernel(
 
     pair = (slice * WARPS + tl.arange(0, WARPS)[None, None, :, None, None]) * VALUES
     pair += (tl.arange(0, VALUES) ^ 1)[:, None, None, None, None]
-    each = (tl.arange(0, EACH) ^ 1)[None, None, None, :, None]
-    value = tl.broadcast_to(pair * EACH + each, (VALUES, LANES, WARPS, EACH, 1))
+    neighbor = (tl.arange(0, NEIGHBORS) ^ 1)[None, None, None, :, None]
+    value = tl.broadcast_to(pair * NEIGHBORS + neighbor, (VALUES, LANES, WARPS, NEIGHBORS, 1))
     word = tl.arange(0, LANES)[None, :, None, None, None] * WORDS + (tl.arange(0, WORDS) ^ 1)[None, None, None, None, :]
     word = tl.broadcast_to(word, (VALUES, LANES, WARPS, 1, WORDS))
     # Of two values as one number, or of each one.
     states_ptr += slot * stride_slot + head * stride_head
     place = word * 4 * stride_key + (pair if PAIRED else value * stride_value)
     read = (place >= 0) & (slot >= 0) & resumed
-    s0 = _load_state(states_ptr + place, each, read, PAIRED)
-    s1 = _load_state(states_ptr + stride_key + place, each, read, PAIRED)
-    s2 = _load_state(states_ptr + 2 * stride_key + place, each, read, PAIRED)
-    s3 = _load_state(states_ptr + 3 * stride_key + place, each, read, PAIRED)
+    s0 = _load_state(states_ptr + place, neighbor, read, PAIRED)
+    s1 = _load_state(states_ptr + stride_key + place, neighbor, read, PAIRED)
+    s2 = _load_state(states_ptr + 2 * stride_key + place, neighbor, read, PAIRED)
+    s3 = _load_state(states_ptr + 3 * stride_key + place, neighbor, read, PAIRED)
 
     a_log, dt_bias = tl.load(a_log_ptr + head), tl.load(dt_bias_ptr + head)
     start = tl.minimum(first, tokens - 1).to(tl.int64)  # a sequence without tokens loads another's
@@ -250,10 +250,10 @@ def _rule_kernel(
         tl.store(out_ptr + value, tl.where(slot >= 0, o, 0.0).to(tl.bfloat16))
         out_ptr += heads * _WIDTH
     written = (place >= 0) & (slot >= 0) & (paged != 0) & (first < last)
-    _store_state(states_ptr + place, s0, each, written, PAIRED)
-    _store_state(states_ptr + stride_key + place, s1, each, written, PAIRED)
-    _store_state(states_ptr + 2 * stride_key + place, s2, each, written, PAIRED)
-    _store_state(states_ptr + 3 * stride_key + place, s3, each, written, PAIRED)
+    _store_state(states_ptr + place, s0, neighbor, written, PAIRED)
+    _store_state(states_ptr + stride_key + place, s1, neighbor, written, PAIRED)
+    _store_state(states_ptr + 2 * stride_key + place, s2, neighbor, written, PAIRED)
+    _store_state(states_ptr + 3 * stride_key + place, s3, neighbor, written, PAIRED)
 
 
 @implements("gated_delta_rule_update", "triton")
@@ -292,13 +292,13 @@ def triton_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
             num_warps=_LAYOUT["WARPS"],
         )
         b, a = norms, gates
-    each = 4 if shared and not paged and sequences * heads >= _MANY_HEADS else 2
+    neighbors = 4 if shared and not paged and sequences * heads >= _MANY_HEADS else 2
     strides = states.stride() if paged else (0, 0, 0, 1)
-    paired = each == 2 and strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
+    paired = neighbors == 2 and strides[3] == 1 and all(stride % 2 == 0 for stride in strides[:3])
     if paged and paired:
         states, strides = states.view(torch.int64), [stride // 2 for stride in strides]
     # Pointers of what is absent are never dereferenced.
-    _rule_kernel[((sequences + 1) * heads * (HEAD // (16 * each)),)](
+    _rule_kernel[((sequences + 1) * heads * (HEAD // (16 * neighbors)),)](
         words,
         qkv,
         b,
@@ -321,9 +321,9 @@ def triton_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
         SHARED=shared,
         PAIRED=paired,
         **_LAYOUT,
-        EACH=each,
+        NEIGHBORS=neighbors,
         num_warps=_LAYOUT["WARPS"],
-        maxnreg=_MOST_REGISTERS[shared, each],
+        maxnreg=_MOST_REGISTERS[shared, neighbors],
     )
     return out
 

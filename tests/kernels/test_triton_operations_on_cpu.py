@@ -154,14 +154,14 @@ def test_kernels_compile_for_hopper_without_atomics(kernel, types, constants):
 def test_a_token_of_the_delta_rule_waits_for_no_other_warp():
     """Sums over keys are in a thread and between eight lanes, in one order whatever the values of a thread."""
     lanes = []
-    for shared, each in rule._MOST_REGISTERS:
-        constants = {"SHARED": shared, "PAIRED": each == 2, "EACH": each, **rule._LAYOUT}
-        types = OF_THE_RULE | {"states_ptr": "*i64" if each == 2 else FP32}
+    for shared, neighbors in rule._MOST_REGISTERS:
+        constants = {"SHARED": shared, "PAIRED": neighbors == 2, "NEIGHBORS": neighbors, **rule._LAYOUT}
+        types = OF_THE_RULE | {"states_ptr": "*i64" if neighbors == 2 else FP32}
         ptx = ptx_for_hopper(rule._rule_kernel, types, constants, num_warps=4)
         assert not re.search(r"\bbar\.sync|\.shared\b", ptx)
         lanes.append(ptx.count("shfl.sync.bfly"))
         if shared:  # products of 16 keys a value and sum: four chains of one product and three fused ones
-            assert ptx.count("fma.rn.f32") == each * (2 * 12 + 16) + 2 * each and ptx.count("ex2.approx") == 0
+            assert ptx.count("fma.rn.f32") == neighbors * (2 * 12 + 16) + 2 * neighbors and ptx.count("ex2.approx") == 0
     # Of two sums in each value, three steps of lanes; of both norms and their product.
     assert lanes == [12, 24, 12 + 9]
     shared = {"HEADS": 2, "TOKENS": rule._TOKENS} | {name: rule._LAYOUT[name] for name in ("LANES", "WARPS", "WORDS")}

@@ -17,6 +17,7 @@ from jetrl_verl.kernels.device.elementary import sigmoid
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.probe_inputs import ProbeInputs
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_type
@@ -210,7 +211,17 @@ def _fake(o, *_):
     return o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
 
 
-@operator("gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor", fake=_fake)
+def _probe_inputs(inputs: ProbeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Two heads of the probe's rows."""
+    o, z = (rows[:, -2 * delta_net.HEAD :].unflatten(1, (2, -1)) for rows in (inputs.x, inputs.residual))
+    return o.contiguous(), z, inputs.weight[: delta_net.HEAD], 1e-6
+
+
+@operator(
+    "gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor",
+    fake=_fake,
+    probe=lambda inputs: gated_rms_norm(*_probe_inputs(inputs)),
+)
 def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
     return lookup("gated_rms_norm", o.device)(o, z, weight, eps)
 
@@ -222,6 +233,7 @@ def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
         _fake(o) if with_normed else o.new_empty(0),
         fake_rowwise(_fake(o)),
     ),
+    probe=lambda inputs: gated_rms_norm_quantize_1x128(*_probe_inputs(inputs), "fp32", with_normed=False),
 )
 def _gated_rms_norm_quantize(
     o, z, weight, eps: float, rule: str, with_normed: bool

@@ -143,14 +143,8 @@ def _delta_net(inputs: ProbeInputs, rollout: bool) -> dict[str, Any]:
     taps = inputs.head.flatten()[: 4 * 512].view(512, 4)
     b, a = (inputs.logits[:, heads].contiguous() for heads in (slice(0, 2), slice(2, 4)))
     of_heads = inputs.weight[:2], inputs.weight[2:4]
-    o, z = (part[:, 128:].unflatten(1, (2, 128)) for part in (x, residual))
-    norm = o.contiguous(), z, inputs.weight[:128], 1e-6
-    results = {
-        "gated_rms_norm": kernels.gated_rms_norm(*norm),
-        "gated_rms_norm_quantize_1x128": kernels.gated_rms_norm_quantize_1x128(*norm, "fp32", with_normed=False),
-    }
     if rollout:
-        outputs = torch.empty_like(to_conv), torch.empty_like(norm[0])
+        outputs = torch.empty_like(to_conv), x.new_empty(len(x), 2, 128)
         states = x.new_full((5, 3, 512), torch.nan), b.new_full((5, 2, 128, 128), torch.nan)
         for tokens, *places in _state_steps(x.device):
             step = (
@@ -165,7 +159,7 @@ def _delta_net(inputs: ProbeInputs, rollout: bool) -> dict[str, Any]:
             kernels.causal_conv1d(to_conv, taps, cu_seqlens),
             kernels.gated_delta_rule(to_rule, b, a, *of_heads, cu_seqlens),
         )
-    return results | dict(zip(("causal_conv1d", "gated_delta_rule"), outputs, strict=True))
+    return dict(zip(("causal_conv1d", "gated_delta_rule"), outputs, strict=True))
 
 
 def _results(

@@ -53,7 +53,7 @@ class Requests:
 class RequestsBuilder(vllm.AttentionMetadataBuilder[Requests]):
     """Builds :class:`Requests` in buffers that stay where they are, since CUDA graphs of decodes keep their places.
 
-    Each step writes all that it reads: vLLM 0.24 makes builders in the memory of the KV cache, which sleep discards.
+    Each step writes all that it reads: vLLM may make builders in the memory of the KV cache, which sleep discards.
     """
 
     _cudagraph_support = vllm.AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE

@@ -19,7 +19,7 @@ _hybrid = vllm.hybrid_decoder()
 
 
 class SharedGatedAttention(ReadByLinear, SharedHeads, _hybrid.Qwen3NextAttention):
-    """Qwen3.5's. It returns its result, under vLLM 0.24, too, whose own writes into an argument."""
+    """Qwen3.5's. It returns its result; vLLM's own may write into an argument instead."""
 
     def check(self) -> None:
         super().check()

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from packaging.version import Version
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
@@ -490,7 +491,7 @@ def _fla_rule() -> Callable | None:
 
     Its gradient refuses Hopper under Triton from 3.4 to before 3.7.1, which compiles it wrongly.
     """
-    if (3, 4) <= tuple(map(int, triton.__version__.split(".")[:3])) < (3, 7, 1):
+    if (3, 4) <= Version(triton.__version__).release < (3, 7, 1):
         return None
     try:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule

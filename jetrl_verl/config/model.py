@@ -18,6 +18,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from .installed import on_cpu
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import (
+    ACTOR,
     ATTENTION,
     BUCKET,
     CRITIC_MODEL,
@@ -214,6 +215,7 @@ def check_models(job: "Job", get: Get) -> None:
             raise UnsupportedConfiguration(message)
         if on_cpu():
             check_bucket(job, model)
+        check_wrap_policy(model, get)
         for key in REPLICAS:
             check_replicas(model, key, get(key) or 1)
         for key in ULYSSES:
@@ -305,6 +307,19 @@ def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> st
         if met:
             return refusal("model_of_an_fp8_cache", what=f"the model {path}", why=why)
     return ""
+
+
+def check_wrap_policy(model: ModelFiles, get: Get) -> None:
+    """Refuse what makes FSDP1 flatten a vision tower, which is frozen, together with weights that are trained."""
+    from jetrl_verl.models import family
+
+    node = f"{ACTOR}.fsdp_config"
+    if not family(model.config).tower or get(f"{ACTOR}.strategy") != "fsdp" or get(f"{node}.use_orig_params"):
+        return
+    for name in ("disable", "min_num_params", "transformer_layer_cls_to_wrap"):
+        if value := get(key := f"{node}.wrap_policy.{name}"):
+            scope = f"{ACTOR}.strategy=fsdp and the model {model.path}"
+            refuse("wrap_policy_of_a_tower", key=key, value=shown(value), scope=scope)
 
 
 def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:

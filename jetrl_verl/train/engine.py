@@ -19,6 +19,7 @@ from jetrl_verl.config.support.table import explained
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.train.features import (
     Feature,
+    FrozenTower,
     InvariantScaling,
     KeptScales,
     MaskedVocabulary,
@@ -42,6 +43,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
     table = (
         (ValidatedCheckpoints, True),  # around what other features load and save
         (Tripwire, actor and config.jetrl.exact),  # raises after every other feature has ended its part of a pass
+        (FrozenTower, actor),
         (InvariantScaling, actor),  # changes weights, so before any feature reads them
         (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
         (GatheredOnce, options.gathered == "batch"),

@@ -19,6 +19,7 @@ from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics
+from jetrl_verl.models import family
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
@@ -76,6 +77,18 @@ class ValidatedCheckpoints(Feature):
         with validation.explained(local_path):
             stock(local_path, *args, **kwargs)
             validation.drop_other_world_sizes(local_path, torch.distributed.get_world_size())
+
+
+class FrozenTower(Feature):
+    """A vision tower, which text does not use, keeps its weights: weight decay alone would move them."""
+
+    def install(self, module: torch.nn.Module) -> None:
+        if not (name := family(module.config).tower):
+            return
+        tower = module.get_submodule(name).requires_grad_(False)
+        if self.config.strategy == "fsdp":
+            # A vector of its own: FSDP1 flattens no trained parameters together with frozen ones.
+            module._no_split_modules = {*module._no_split_modules, type(tower).__name__}
 
 
 class InvariantScaling(Feature):

@@ -28,7 +28,7 @@ from jetrl_verl.config.model import (
 from jetrl_verl.config.support import table
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
 from jetrl_verl.config.support.row import shown
-from jetrl_verl.config.support.scopes import ATTENTION, AUTO, MODEL, SHARED, ULYSSES, VLLM
+from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, AUTO, MODEL, SHARED, ULYSSES, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
@@ -88,7 +88,7 @@ ELSEWHERE = {
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
-    *("varlen_model", "vllm_plugins"),
+    *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower"),
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
@@ -182,6 +182,17 @@ def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused(model, changes, why
 
     assert message({}) == message({"num_attention_heads": 16}) == ""
     assert message(changes) == refusal("model_of_an_fp8_cache", what="the model a", why=why)
+
+
+def test_a_wrap_policy_that_leaves_a_frozen_tower_among_trained_weights_is_refused(model):
+    def job(changes, **fields):
+        fields |= {"strategy": "fsdp", "fsdp_config.wrap_policy.min_num_params": 1000}
+        return changed(STOCK, {f"{MODEL}.path": model(changes)} | {f"{ACTOR}.{k}": v for k, v in fields.items()})
+
+    message = refused(check_job, job(HYBRID))
+    assert message.startswith(f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000 is not supported with {ACTOR}.str")
+    check_job(job({}))
+    check_job(job(HYBRID, **{"fsdp_config.use_orig_params": True}))
 
 
 @pytest.mark.parametrize("key", ULYSSES)

@@ -9,7 +9,7 @@ the name of a row.
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Row, Scope
-from .scopes import ATTENTION, AUTO, BUCKET, FOLDED, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
+from .scopes import ACTOR, ATTENTION, AUTO, BUCKET, FOLDED, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
@@ -158,6 +158,11 @@ MODEL_ROWS: dict[str, Row] = {
     "tied_in_one_part": Row(
         "a model with vision whose text_config has another tie_word_embeddings",
         instead="Set both fields in config.json of a copy of the model to the same value",
+    ),
+    "wrap_policy_of_a_tower": Row(
+        "FSDP1 with a wrap policy of your own, of a model with vision",
+        "its tower keeps its weights, and would lie in a vector of trained ones",
+        instead=f"Set {ACTOR}.strategy=fsdp2",
     ),
     "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),
     # --- what the shared operations do not cover ---

@@ -381,8 +381,8 @@ def check_vocabulary(model: ModelFiles, tokenizer: str | None = None) -> None:
 
 
 def padding_words(entries: int, path: str | None) -> dict[str, str]:
-    """Words of the message for a model with ``entries`` of its vocabulary without a token."""
-    scope = f"the {entries} entries of its vocabulary without a token"
+    """Words of the message for a model with ``entries`` of its vocabulary that nothing samples."""
+    scope = f"the {entries} entries of its vocabulary that nothing samples"
     return {"scope": scope, "why": f"{path} would leave them unmasked in the trainer alone"}
 
 

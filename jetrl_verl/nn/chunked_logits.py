@@ -9,6 +9,7 @@ products of backward are over the whole micro-batch, so bits are those of unchun
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -28,34 +29,36 @@ small enough that no division by a temperature overflows."""
 Compute = Callable[[torch.Tensor, slice], Sequence[torch.Tensor]]
 
 
-def mask_unused(logits: torch.Tensor, used: int | None) -> torch.Tensor:
-    """``logits [..., V]`` with :data:`UNUSED` from column ``used`` on, in place."""
+def mask_unused(logits: torch.Tensor, used: int | None, banned: Sequence[int] = ()) -> torch.Tensor:
+    """``logits [..., V]`` with :data:`UNUSED` from column ``used`` on and in the columns ``banned``, in place."""
     if used is not None:
         logits[..., used:] = UNUSED
+    for column in banned:  # one or two; a list as index would be copied to the GPU
+        logits[..., column] = UNUSED
     return logits
 
 
-def mask_unused_vocabulary(model: torch.nn.Module, used: int) -> None:
-    """Mask vocabulary entries from ``used`` on in the logits that a decoder's output embedding yields.
+def mask_unused_vocabulary(model: torch.nn.Module, used: int, banned: Sequence[int] = ()) -> None:
+    """Mask what is never sampled in the logits that a decoder's output embedding yields.
 
     Args:
-        used: entries with a token, ``len(tokenizer)``.
+        used: first entries of the vocabulary, those with a token. banned: tokens among them.
     """
     head = model.get_output_embeddings()
     if not hasattr(head, "used_vocabulary"):  # the shared operation has it, and may not materialize logits
         head.register_forward_hook(_mask_logits)
-    head.used_vocabulary = used
+    head.used_vocabulary, head.banned_tokens = used, tuple(banned)
 
 
 def _mask_logits(module: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
     """Forward hook of a stock output embedding."""
-    return mask_unused(logits, module.used_vocabulary)
+    return mask_unused(logits, module.used_vocabulary, module.banned_tokens)
 
 
-def used_vocabulary(model: torch.nn.Module) -> int:
-    """First entries of the vocabulary that a decoder's output embedding does not mask."""
+def used_vocabulary(model: torch.nn.Module) -> tuple[int, tuple[int, ...]]:
+    """``used`` and ``banned`` of :func:`mask_unused_vocabulary`."""
     head = model.get_output_embeddings()
-    return getattr(head, "used_vocabulary", None) or head.weight.shape[0]
+    return getattr(head, "used_vocabulary", None) or head.weight.shape[0], getattr(head, "banned_tokens", ())
 
 
 def per_token(
@@ -64,6 +67,7 @@ def per_token(
     compute: Compute,
     *,
     used: int | None = None,
+    banned: Sequence[int] = (),
     kept_bytes: int = KEPT_BYTES,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[torch.Tensor, ...]:
@@ -73,7 +77,7 @@ def per_token(
         hidden: ``[N, K]`` BF16. weight: ``[V, K]`` of lm_head, used at its BF16 value.
         compute: from FP32 logits ``[n, V]`` and the slice of their rows to a few numbers of each row, ``[n]`` FP32
             each. Rows must be independent. Called again in backward.
-        used: vocabulary entries with a token; None: all.
+        used, banned: as of :func:`mask_unused_vocabulary`; without ``used`` every entry has a token.
         kept_bytes: bytes of logits kept for backward, besides what autograd saves of ``compute``.
         chunk_bytes: of a chunk's logits, at least one row.
 
@@ -86,9 +90,9 @@ def per_token(
     row_bytes = 4 * weight.shape[0]
     chunk = max(1, chunk_bytes // row_bytes)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _PerToken.apply(hidden, weight, compute, used, chunk, kept_bytes // row_bytes)
+        return _PerToken.apply(hidden, weight, compute, (used, banned), chunk, kept_bytes // row_bytes)
     rows = weight.to(torch.bfloat16)
-    parts = [compute(_logits(hidden[piece], rows, used), piece) for piece in _pieces(len(hidden), chunk)]
+    parts = [compute(_logits(hidden[piece], rows, used, banned), piece) for piece in _pieces(len(hidden), chunk)]
     return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
@@ -97,22 +101,22 @@ def _pieces(rows: int, chunk: int) -> Iterator[slice]:
     return (slice(start, min(start + chunk, rows)) for start in range(0, max(rows, 1), chunk))
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, used: int | None) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, *mask: Any) -> torch.Tensor:
     with torch.no_grad():
-        return mask_unused(kernels.logits(hidden, weight), used)
+        return mask_unused(kernels.logits(hidden, weight), *mask)
 
 
 class _PerToken(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, compute: Compute, used: int | None, chunk, kept_rows):
+    def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor, compute: Compute, mask: tuple, chunk: int, kept_rows):
         ctx.save_for_backward(hidden, weight)
-        ctx.compute, ctx.used, ctx.chunk = compute, used, chunk
+        ctx.compute, ctx.mask, ctx.chunk = compute, mask, chunk
         ctx.set_materialize_grads(False)  # numbers that the loss does not read cost nothing
         # First row of a chunk -> logits and the numbers with their graph; no outputs, so there is no cycle.
         ctx.kept = {}
         rows, parts = weight.to(torch.bfloat16), []
         for piece in _pieces(len(hidden), chunk):
-            logits = _logits(hidden[piece], rows, used)
+            logits = _logits(hidden[piece], rows, *mask)
             if piece.stop <= kept_rows:
                 with torch.enable_grad():
                     numbers = compute(logits.requires_grad_(), piece)
@@ -134,7 +138,7 @@ class _PerToken(torch.autograd.Function):
                 if piece.start in ctx.kept:
                     logits, numbers = ctx.kept.pop(piece.start)
                 else:
-                    logits = _logits(hidden[piece], rows, ctx.used).requires_grad_()
+                    logits = _logits(hidden[piece], rows, *ctx.mask).requires_grad_()
                     numbers = ctx.compute(logits, piece)
             pairs = [(part, g[piece]) for part, g in zip(numbers, gradients, strict=True) if g is not None]
             (gradient,) = torch.autograd.grad([part for part, _ in pairs], logits, [g for _, g in pairs])

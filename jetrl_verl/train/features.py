@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from verl.utils.device import get_device_id, get_device_name
+from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
 from jetrl_verl import formats
 from jetrl_verl.algorithms.invariant_scaling import check_resumed, fold_missing, folded_in
@@ -121,17 +122,22 @@ class QuantizedLinears(Feature):
 
 
 class MaskedVocabulary(Feature):
-    """Vocabulary entries without a token are masked, as in the rollout, so that padding gets no probability."""
+    """What verl masks in the rollout has no probability here either: vocabulary entries without a token, and the
+    placeholders of images and videos where the model has a processor."""
 
     def install(self, module: torch.nn.Module) -> None:
         model, head = self.engine.model_config, module.get_output_embeddings()
-        if model.tokenizer is None or head is None or head.weight.shape[0] <= len(model.tokenizer):
+        if model.tokenizer is None or head is None:
             return
-        tokens = len(model.tokenizer)
+        entries, banned = head.weight.shape[0], get_vision_placeholder_token_ids(model.processor)
+        used = min(len(model.tokenizer), entries)
+        if used == entries and not banned:
+            return
         if model.use_fused_kernels:
             # The driver refuses this for a model that it can read (config/model.py).
-            refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(head.weight.shape[0] - tokens, model.path))
-        mask_unused_vocabulary(module, tokens)
+            masked = entries - used + len(banned)
+            refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(masked, model.path))
+        mask_unused_vocabulary(module, used, banned)
 
 
 class KeptScales(Feature):

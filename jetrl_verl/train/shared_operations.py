@@ -198,9 +198,10 @@ def _logits_forward(
     self: nn.Module, hidden_states: torch.Tensor, numbers: TokenNumbers | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     if numbers is None:
-        return mask_unused(kernels.logits(hidden_states, self.weight), self.used_vocabulary)
+        return mask_unused(kernels.logits(hidden_states, self.weight), self.used_vocabulary, self.banned_tokens)
     hidden = hidden_states.flatten(0, 1) if numbers.rows is None else hidden_states[numbers.rows]
-    return per_token(hidden, self.weight, numbers.compute, used=self.used_vocabulary, kept_bytes=numbers.kept_bytes)
+    mask = dict(used=self.used_vocabulary, banned=self.banned_tokens)
+    return per_token(hidden, self.weight, numbers.compute, **mask, kept_bytes=numbers.kept_bytes)
 
 
 def _refuse_attention(*_: Any, **__: Any) -> None:
@@ -259,7 +260,7 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     rotary.shared_table = kernels.rotary_table(width, positions, read(config, "rope_parameters"))
     replace("rotary", rotary, _rotary_forward)
     replace("logits", head, _logits_forward)
-    head.used_vocabulary = None
+    head.used_vocabulary, head.banned_tokens = None, ()
     model.forward = partial(_model_forward, model)
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)

@@ -34,6 +34,7 @@ def stated_constants(model: nn.Module) -> dict[str, Any]:
         count = getattr(weights, leaf(names.experts.down)).shape[0]
         return count, router.top_k, names.experts.scoring, router.norm_topk_prob
 
+    vocabulary, masked = used_vocabulary(model)
     table = getattr(model.get_submodule(decoder.rotary_embedding), "shared_table", None)
     return constants_of(
         model,
@@ -41,7 +42,8 @@ def stated_constants(model: nn.Module) -> dict[str, Any]:
         scale=lambda layer, names: layer.get_submodule(names.attention).scaling,
         experts=experts,
         rotary=read(model.config, "rope_parameters") if table is None else table,
-        vocabulary=used_vocabulary(model),
+        vocabulary=vocabulary,
+        masked=masked,
     )
 
 

@@ -156,7 +156,7 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused(model, monkeypatch):
     check_vocabulary(read_model(path))
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda path: range(100))
     assert refused(check_vocabulary, read_model(path)) == (
-        f"{MODEL}.use_fused_kernels=true is not supported with the 28 entries of its vocabulary without a token: "
+        f"{MODEL}.use_fused_kernels=true is not supported with the 28 entries of its vocabulary that nothing samples: "
         f"{path} would leave them unmasked in the trainer alone. Set {MODEL}.use_fused_kernels=false."
     )
 

@@ -40,21 +40,21 @@ def bytes_of(rows: int) -> int:
     return 4 * VOCABULARY * rows
 
 
-def whole(compute, read: int, used: int | None, dtype=torch.float32) -> list[torch.Tensor]:
+def whole(compute, read: int, used: int | None, dtype=torch.float32, banned=()) -> list[torch.Tensor]:
     """Numbers and both gradients without chunks; the first ``read`` numbers are in the loss."""
     hidden, weight = operands(dtype)
-    numbers = compute(mask_unused(kernels.logits(hidden, weight), used), slice(0, ROWS))
+    numbers = compute(mask_unused(kernels.logits(hidden, weight), used, banned), slice(0, ROWS))
     sum((GRADIENT * part).sum() for part in numbers[:read]).backward()
     return [*numbers, hidden.grad, weight.grad]
 
 
-@pytest.mark.parametrize("used", [None, USED])
+@pytest.mark.parametrize("used, banned", [(None, ()), (USED, ()), (USED, (3, 10))])
 @pytest.mark.parametrize("chunk, kept", [(1, 0), (5, 0), (5, 12), (5, ROWS), (ROWS, 0), (ROWS, ROWS), (100, 100)])
 @pytest.mark.parametrize("compute, read", [(log_probs, 1), (both, 1), (both, 2)])
-def test_every_bit_equals_the_unchunked_result(compute, read, chunk, kept, used):
-    expected = whole(compute, read, used)
+def test_every_bit_equals_the_unchunked_result(compute, read, chunk, kept, used, banned):
+    expected = whole(compute, read, used, banned=banned)
     hidden, weight = operands()
-    limits = dict(used=used, kept_bytes=bytes_of(kept), chunk_bytes=bytes_of(chunk))
+    limits = dict(used=used, banned=banned, kept_bytes=bytes_of(kept), chunk_bytes=bytes_of(chunk))
     numbers = per_token(hidden, weight, compute, **limits)
     sum((GRADIENT * part).sum() for part in numbers[:read]).backward()
     with torch.no_grad():

@@ -206,9 +206,10 @@ def test_each_kind_of_difference_is_refused(engine, edit, message):
         ),
         (lambda model: model.config.rope_parameters.update(rope_theta=5.0), "'rope_theta': 5.0"),
         (lambda model: setattr(model.lm_head, "weight", model.model.embed_tokens.weight), "embeddings is True in"),
+        (lambda model: mask_unused_vocabulary(model, 96, [7]), "masked tokens is [7] in the trainer and [] in the"),
         (lambda model: mask_unused_vocabulary(model, 90), "with a token is 90 in the trainer and 96 in the rollout"),
     ],
-    ids=["eps", "scale", "activation", "rotary", "tie", "vocabulary"],
+    ids=["eps", "scale", "activation", "rotary", "tie", "mask", "vocabulary"],
 )
 def test_what_decides_a_forward_besides_weights_is_the_same(engine, change, message):
     model = build_trainer(4)

@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the trainer exports and how it masks logits, without FSDP."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import torch
 from tiny_models import tiny_model
 
 from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
+from jetrl_verl.nn.chunked_logits import used_vocabulary
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import FP8_DTYPE, quantize_int8
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
+from jetrl_verl.train.features import MaskedVocabulary
 
 
 def test_the_exported_qdata_is_that_of_the_trainers_forward():
@@ -80,11 +84,15 @@ def test_unused_vocabulary_has_no_probability_and_entropy_is_finite():
     model = tiny_model("qwen3", vocab_size=80)
     tokens = torch.arange(10)[None]
     before = model(tokens).logits
-    mask_unused_vocabulary(model, 70)
+    processor = SimpleNamespace(image_token_id=68, video_token_id=69)
+    configured = SimpleNamespace(tokenizer=range(70), processor=processor, use_fused_kernels=False)
+    engine = SimpleNamespace(engine_config=mock.MagicMock(), model_config=configured)
+    MaskedVocabulary(engine).install(model)
+    assert used_vocabulary(model) == (70, (68, 69))
     logits = model(tokens).logits
-    assert torch.equal(logits[..., :70], before[..., :70])
+    assert torch.equal(logits[..., :68], before[..., :68])
     probabilities = logits.softmax(-1)
-    assert torch.equal(probabilities[..., 70:], torch.zeros_like(probabilities[..., 70:]))
+    assert torch.equal(probabilities[..., 68:], torch.zeros_like(probabilities[..., 68:]))
     for temperature in (1.0, 0.6):
         scaled = (logits / temperature).to(torch.bfloat16)
         entropy = torch.logsumexp(scaled, -1) - (scaled.softmax(-1) * scaled).sum(-1)

@@ -18,7 +18,7 @@ from jetrl_verl.kernels import vllm_kernels
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import CPU_ALONE, Backends, implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
-from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.reference.reproducible import (
@@ -235,24 +235,18 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
     return out, lse if q.is_cuda else lse.new_empty(0)
 
 
-@operator(
+_attention = dispatched(
     "attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor)",
     fake=_fake,
     backends=FLASH_ATTENTION,
     probe=lambda inputs: attention(*inputs.sequences),
 )
-def _attention(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("attention", q.device)(q, k, v, cu_seqlens, max_seqlen, scale)
-
-
-@operator(
+_attention_backward = dispatched(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out, Tensor lse,"
     " int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
     fake=fake_attention_backward,
     backends=FLASH_ATTENTION,
 )
-def _attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen: int, scale: float):
-    return lookup("attention_backward", q.device)(grad_out, q, k, v, cu_seqlens, out, lse, max_seqlen, scale)
 
 
 def _needed(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.elementary import numbers_of, sigmoid
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type
@@ -294,20 +294,14 @@ def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tens
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
-@operator(
+_causal_conv1d = dispatched(
     "causal_conv1d(Tensor x, Tensor weight, Tensor cu_seqlens) -> Tensor",
     fake=lambda x, *_: x.new_empty(x.shape),
 )
-def _causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-    return lookup("causal_conv1d", x.device)(x, weight, cu_seqlens)
-
-
-@operator(
+_causal_conv1d_backward = dispatched(
     "causal_conv1d_backward(Tensor dy, Tensor x, Tensor weight, Tensor cu_seqlens) -> (Tensor, Tensor)",
     fake=lambda dy, x, weight, _: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
 )
-def _causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("causal_conv1d_backward", x.device)(dy, x, weight, cu_seqlens)
 
 
 @operator(

@@ -13,7 +13,7 @@ from jetrl_verl.kernels import native, vllm_kernels
 from jetrl_verl.kernels.attention import FLASH_ATTENTION, check_head_dim, paged_attention, paged_attention_fp8
 from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
 from jetrl_verl.kernels.kv_cache import read_kv
-from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16
 from jetrl_verl.kernels.sizes import multiprocessors
 from jetrl_verl.reference.kv_cache import HEAD_DIM, UNIT_BYTES, UNIT_TOKENS
 
@@ -189,23 +189,17 @@ def flash_chunk_attention(q, cache, cu_queries, most_queries, lengths, lengths_l
     vllm_kernels.flash_attention_3_chunks(q, keys, values, cu_queries, cu_lengths, most_queries, longest, scale, out)
 
 
-@operator(
+_decode_attention = dispatched(
     "decode_attention(Tensor q, Tensor cache, Tensor lengths, Tensor block_table, float scale, Tensor(a!) out) -> ()",
     fake=lambda *_: None,
     backends=_DECODE,
 )
-def _decode_attention(q, *call) -> None:
-    lookup("decode_attention", q.device, q, *call)(q, *call)
-
-
-@operator(
+_decode_attention_bf16 = dispatched(
     "decode_attention_bf16(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor block_table, float scale,"
     " Tensor(a!) out) -> ()",
     fake=lambda *_: None,
     backends=_DECODE,
 )
-def _decode_attention_bf16(q, *call) -> None:
-    lookup("decode_attention_bf16", q.device, q, *call)(q, *call)
 
 
 def decode_attention(

@@ -7,18 +7,16 @@
 
 import torch
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from jetrl_verl import reference
-from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.elementary import sigmoid
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.operator import dispatched, require_bf16, require_shape
 from jetrl_verl.kernels.probe_inputs import ProbeInputs
-from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise
+from jetrl_verl.kernels.quantizing import Quantizing
+from jetrl_verl.kernels.results import empty_rowwise
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference import QuantizedTensor, delta_net
@@ -30,15 +28,6 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # --- reference --------------------------------------------------------------------------------------------------------
 
 implements("gated_rms_norm", "reference")(delta_net.gated_rms_norm)
-
-
-@implements("gated_rms_norm_quantize_1x128", "reference")
-def reference_gated_rms_norm_quantize_1x128(
-    o, z, weight, eps: float, rule: str, with_normed: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """(normed rows or None, their 1x128 qdata)."""
-    normed = delta_net.gated_rms_norm(o, z, weight, eps)
-    return normed if with_normed else None, reference.quantize_1x128(normed, rule)
 
 
 @implements("gated_rms_norm_backward", "reference")
@@ -164,7 +153,7 @@ def triton_gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor
 def triton_gated_rms_norm_quantize_1x128(
     o, z, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """As :func:`reference_gated_rms_norm_quantize_1x128`."""
+    """(normed rows or None, their 1x128 qdata)."""
     return _launch(o, z, weight, eps, rule, with_normed)
 
 
@@ -200,15 +189,11 @@ def triton_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
-def _check(operation: str, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor) -> None:
+def _check(operation: str, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
     require_bf16(operation, o=o, z=z)
     require_shape(operation, "o", o, (*o.shape[:2], delta_net.HEAD))
     require_shape(operation, "z", z, o.shape)
     require_shape(operation, "weight", weight, o.shape[2:])
-
-
-def _fake(o, *_):
-    return o.new_empty(o.shape[0], o.shape[1] * o.shape[2])
 
 
 def _probe_inputs(inputs: ProbeInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
@@ -217,66 +202,21 @@ def _probe_inputs(inputs: ProbeInputs) -> tuple[torch.Tensor, torch.Tensor, torc
     return o.contiguous(), z, inputs.weight[: delta_net.HEAD], 1e-6
 
 
-@operator(
-    "gated_rms_norm(Tensor o, Tensor z, Tensor weight, float eps) -> Tensor",
-    fake=_fake,
-    probe=lambda inputs: gated_rms_norm(*_probe_inputs(inputs)),
-)
-def _gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
-    return lookup("gated_rms_norm", o.device)(o, z, weight, eps)
-
-
-@operator(
-    "gated_rms_norm_quantize_1x128(Tensor o, Tensor z, Tensor weight, float eps, str rule, bool with_normed)"
-    " -> (Tensor, Quantized)",
-    fake=lambda o, z, weight, eps, rule, with_normed: (
-        _fake(o) if with_normed else o.new_empty(0),
-        fake_rowwise(_fake(o)),
+_GATED_RMS_NORM = Quantizing(
+    "gated_rms_norm",
+    "gated_rms_norm_quantize_1x128",
+    "Tensor o, Tensor z, Tensor weight, float eps",
+    fake=lambda o, *_: o.new_empty(o.shape[0], o.shape[1] * o.shape[2]),
+    check=_check,
+    backward=dispatched(
+        "gated_rms_norm_backward(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
+        fake=lambda dy, o, z, weight, _: (
+            *(x.new_empty(x.shape) for x in (o, z)),
+            weight.new_empty(weight.shape, dtype=torch.float32),
+        ),
     ),
-    probe=lambda inputs: gated_rms_norm_quantize_1x128(*_probe_inputs(inputs), "fp32", with_normed=False),
+    probe=_probe_inputs,
 )
-def _gated_rms_norm_quantize(
-    o, z, weight, eps: float, rule: str, with_normed: bool
-) -> tuple[torch.Tensor, QuantizedTensor]:
-    """normed rows, empty if they are not requested, and their 1x128 qdata."""
-    run = lookup("gated_rms_norm_quantize_1x128", o.device)
-    normed, rowwise = run(o, z, weight, eps, rule, with_normed)
-    return normed if with_normed else o.new_empty(0), rowwise
-
-
-@operator(
-    "gated_rms_norm_backward(Tensor dy, Tensor o, Tensor z, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)",
-    fake=lambda dy, o, z, weight, _: (
-        *(x.new_empty(x.shape) for x in (o, z)),
-        weight.new_empty(weight.shape, dtype=torch.float32),
-    ),
-)
-def _gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
-    return lookup("gated_rms_norm_backward", o.device)(dy, o, z, weight, eps)
-
-
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
-class _GatedRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None):
-        ctx.save_for_backward(o, z)
-        keep(ctx, weight)
-        ctx.eps = eps
-        if rule is None:
-            return _gated_rms_norm(o, z, weight, eps)
-        normed, (qdata, scales) = _gated_rms_norm_quantize(o, z, weight, eps, rule, True)
-        ctx.mark_non_differentiable(qdata, scales)
-        ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
-        return normed, qdata, scales
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: torch.Tensor, *_):
-        (o, z), (weight,) = ctx.saved_tensors, kept(ctx)
-        do, dz, dw = _gated_rms_norm_backward(dy, o, z, weight, ctx.eps)
-        return do, dz, as_type(dw, weight.dtype), None, None
 
 
 def gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -292,10 +232,7 @@ def gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
     Raises:
         TypeError: ``o`` or ``z`` is not BF16. ValueError: shapes that do not fit.
     """
-    _check("gated_rms_norm", o, z, weight)
-    if torch.is_grad_enabled():
-        return _GatedRMSNorm.apply(o, z, weight, eps, None)
-    return _gated_rms_norm(o, z, weight, eps)
+    return _GATED_RMS_NORM(o, z, weight, eps)
 
 
 def gated_rms_norm_quantize_1x128(
@@ -313,9 +250,4 @@ def gated_rms_norm_quantize_1x128(
     Raises:
         TypeError: ``o`` or ``z`` is not BF16. ValueError: shapes that do not fit, an unknown rule.
     """
-    _check("gated_rms_norm_quantize_1x128", o, z, weight)
-    if torch.is_grad_enabled():
-        normed, qdata, scales = _GatedRMSNorm.apply(o, z, weight, eps, rule)
-        return QuantizedTensor(qdata, scales, normed)
-    normed, (qdata, scales) = _gated_rms_norm_quantize(o, z, weight, eps, rule, with_normed)
-    return QuantizedTensor(qdata, scales, normed if with_normed else None)
+    return _GATED_RMS_NORM.quantized(o, z, weight, eps, rule=rule, requested=with_normed)

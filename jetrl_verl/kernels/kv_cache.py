@@ -26,7 +26,7 @@ from jetrl_verl.kernels.device.e4m3 import (
 from jetrl_verl.kernels.device.halves import least_anchor, round_halves
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
@@ -206,17 +206,13 @@ def _fake_quantize_kv(k, v):
     return *quantized, *(torch.empty_like(x) for x in quantized), *(k.new_empty(k.shape) for _ in range(2))
 
 
-@operator("quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv)
-def _quantize_kv(k, v):
-    return lookup("quantize_kv", k.device)(k, v)
-
-
-@operator(
+_quantize_kv = dispatched(
+    "quantize_kv(Tensor k, Tensor v) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)", fake=_fake_quantize_kv
+)
+_dequantize_kv = dispatched(
     "dequantize_kv(Tensor key, Tensor key_scales, Tensor value, Tensor value_scales) -> (Tensor, Tensor)",
     fake=lambda key, key_scales, value, *_: tuple(key.new_empty(key.shape, dtype=torch.bfloat16) for _ in range(2)),
 )
-def _dequantize_kv(key, key_scales, value, value_scales):
-    return lookup("dequantize_kv", key.device)(key, key_scales, value, value_scales)
 
 
 def quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[QuantizedKV, torch.Tensor, torch.Tensor]:

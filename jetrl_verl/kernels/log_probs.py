@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_shape
+from jetrl_verl.kernels.operator import dispatched, operator, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference.reproducible import exp, log, sum_of_fractions
 
@@ -252,14 +252,10 @@ def _log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Te
     return lookup("log_probs", logits.device)(logits, tokens, temperature)
 
 
-@operator(
+_log_probs_backward = dispatched(
     "log_probs_backward(Tensor gradient, Tensor logits, Tensor tokens, Tensor temperature) -> Tensor",
     fake=lambda gradient, logits, tokens, temperature: logits.new_empty(logits.shape),
 )
-def _log_probs_backward(
-    gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
-    return lookup("log_probs_backward", logits.device)(gradient, logits, tokens, temperature)
 
 
 class _LogProbs(torch.autograd.Function):

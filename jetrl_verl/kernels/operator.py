@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from jetrl_verl.kernels.dispatch import TRITON, Backends, Operation, declare
+from jetrl_verl.kernels.dispatch import TRITON, Backends, Operation, declare, lookup
 from jetrl_verl.reference import QuantizedTensor
 
 _LIBRARY = torch.library.Library("jetrl", "FRAGMENT")
@@ -72,6 +72,16 @@ def operator(
         return call
 
     return register
+
+
+def dispatched(schema: str, **declaration: Any) -> Callable:
+    """An :func:`operator` of the same arguments that only looks up the operation's backend, by its first tensor."""
+    name = schema.partition("(")[0]
+
+    def run(first: torch.Tensor, *rest: Any) -> Any:
+        return lookup(name, first.device, first, *rest)(first, *rest)
+
+    return operator(schema, **declaration)(run)
 
 
 def _torch_schema_args(arguments: Iterable[str]) -> str:

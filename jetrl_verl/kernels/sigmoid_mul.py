@@ -10,15 +10,14 @@ from functools import cache
 
 import torch
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
-from jetrl_verl import reference
 from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.launch import jit
-from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
-from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
+from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.operator import dispatched, require_bf16, require_shape
+from jetrl_verl.kernels.quantizing import Quantizing
+from jetrl_verl.kernels.results import empty_rowwise, require_groups
 from jetrl_verl.kernels.silu_mul import look_up
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.reference import BLOCK, QuantizedTensor
@@ -39,15 +38,6 @@ def _sigmoids(device: torch.device) -> torch.Tensor:
 def reference_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """The product ``[T, H D]`` BF16."""
     return look_up(_sigmoids(gate.device), gate).mul_(x.float()).to(torch.bfloat16).flatten(1)
-
-
-@implements("sigmoid_mul_quantize", "reference")
-def reference_sigmoid_mul_quantize(
-    x: torch.Tensor, gate: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """(product or None, its 1x128 qdata)."""
-    product = reference_sigmoid_mul(x, gate)
-    return product if with_product else None, reference.quantize_1x128(product, rule)
 
 
 @implements("sigmoid_mul_backward", "reference")
@@ -190,72 +180,25 @@ def triton_sigmoid_mul_backward(
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
-def _fake(x, gate):
-    return x.new_empty(x.shape[0], x.shape[1] * x.shape[2])
-
-
-def _probed(inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """x and gate ``[T, 1, 128]``, views of wider rows."""
-    return tuple(inputs.x.unflatten(1, (1, 3, -1))[:, :, i] for i in (0, 2))
-
-
-@operator(
-    "sigmoid_mul(Tensor x, Tensor gate) -> Tensor",
-    fake=_fake,
-    probe=lambda inputs: sigmoid_mul(*_probed(inputs)),
-)
-def _sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    return lookup("sigmoid_mul", x.device)(x, gate)
-
-
-@operator(
-    "sigmoid_mul_quantize(Tensor x, Tensor gate, str rule, bool with_product) -> (Tensor, Quantized)",
-    fake=lambda x, gate, rule, with_product: (
-        _fake(x, gate) if with_product else x.new_empty(0),
-        fake_rowwise(_fake(x, gate)),
-    ),
-    probe=lambda inputs: sigmoid_mul_quantize(*_probed(inputs), "fp32", with_product=False),
-)
-def _sigmoid_mul_quantize(
-    x: torch.Tensor, gate: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor, QuantizedTensor]:
-    """product, empty if it is not requested, and its 1x128 qdata."""
-    product, rowwise = lookup("sigmoid_mul_quantize", x.device)(x, gate, rule, with_product)
-    return product if with_product else x.new_empty(0), rowwise
-
-
-@operator(
-    "sigmoid_mul_backward(Tensor dy, Tensor x, Tensor gate) -> (Tensor, Tensor)",
-    fake=lambda dy, x, gate: (x.new_empty(x.shape), x.new_empty(x.shape)),
-)
-def _sigmoid_mul_backward(dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("sigmoid_mul_backward", x.device)(dy, x, gate)
-
-
-# --- functions --------------------------------------------------------------------------------------------------------
-
-
-class _SigmoidMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, gate: torch.Tensor, rule: str | None):
-        ctx.save_for_backward(x, gate)
-        if rule is None:
-            return _sigmoid_mul(x, gate)
-        product, (qdata, scales) = _sigmoid_mul_quantize(x, gate, rule, True)
-        ctx.mark_non_differentiable(qdata, scales)
-        ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
-        return product, qdata, scales
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: torch.Tensor, *_):
-        return *_sigmoid_mul_backward(dy, *ctx.saved_tensors), None
-
-
 def _check(operation: str, x: torch.Tensor, gate: torch.Tensor) -> None:
     require_bf16(operation, x=x, gate=gate)
     require_shape(operation, "gate", gate, x.shape)
     require_groups(operation, x)
+
+
+_SIGMOID_MUL = Quantizing(
+    "sigmoid_mul",
+    "sigmoid_mul_quantize",
+    "Tensor x, Tensor gate",
+    fake=lambda x, gate: x.new_empty(x.shape[0], x.shape[1] * x.shape[2]),
+    check=_check,
+    backward=dispatched(
+        "sigmoid_mul_backward(Tensor dy, Tensor x, Tensor gate) -> (Tensor, Tensor)",
+        fake=lambda dy, x, gate: (x.new_empty(x.shape), x.new_empty(x.shape)),
+    ),
+    # [T, 1, 128], views of wider rows.
+    probe=lambda inputs: inputs.x.unflatten(1, (1, 3, -1)).unbind(2)[::2],
+)
 
 
 def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -270,8 +213,7 @@ def sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     Raises:
         TypeError: an operand is not BF16. ValueError: another shape of ``gate``, D not a multiple of 128.
     """
-    _check("sigmoid_mul", x, gate)
-    return _SigmoidMul.apply(x, gate, None) if torch.is_grad_enabled() else _sigmoid_mul(x, gate)
+    return _SIGMOID_MUL(x, gate)
 
 
 def sigmoid_mul_quantize(
@@ -289,9 +231,4 @@ def sigmoid_mul_quantize(
     Raises:
         As :func:`sigmoid_mul`, and ValueError for an unknown rule.
     """
-    _check("sigmoid_mul_quantize", x, gate)
-    if torch.is_grad_enabled():
-        product, qdata, scales = _SigmoidMul.apply(x, gate, rule)
-        return QuantizedTensor(qdata, scales, product)
-    product, (qdata, scales) = _sigmoid_mul_quantize(x, gate, rule, with_product)
-    return QuantizedTensor(qdata, scales, product if with_product else None)
+    return _SIGMOID_MUL.quantized(x, gate, rule=rule, requested=with_product)

@@ -11,7 +11,6 @@ from functools import cache
 import numpy as np
 import torch
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import native
@@ -28,7 +27,8 @@ from jetrl_verl.kernels.device.e4m3 import (
 )
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import NATIVE, implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_shape
+from jetrl_verl.kernels.quantizing import Quantizing
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_rows
@@ -81,16 +81,6 @@ def reference_silu_mul_backward(
     dy = dy.float()
     silu, derivative = silu_and_derivative(gate)
     return derivative.mul_(up.float()).mul_(dy).to(torch.bfloat16), silu.mul_(dy).to(torch.bfloat16)
-
-
-@implements("silu_mul_quantize", "reference")
-def reference_silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """(product or None, its 1x128 qdata)."""
-    product = reference_silu_mul(gate, up)
-    flat = product.reshape(-1, product.shape[-1])
-    return product if with_product else None, reference.quantize_1x128(flat, rule)
 
 
 @implements("silu_mul_backward_quantize", "reference")
@@ -349,44 +339,19 @@ def native_silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: 
 # --- torch operators --------------------------------------------------------------------------------------------------
 
 
-def _fake(gate, up):
-    return torch.empty_like(up, memory_format=torch.contiguous_format)
-
-
-@operator(
-    "silu_mul(Tensor gate, Tensor up) -> Tensor",
-    fake=_fake,
-    probe=lambda inputs: silu_mul(inputs.x, inputs.residual),
-)
-def _silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    require_shape("silu_mul", "up", up, gate.shape)
-    return lookup("silu_mul", gate.device)(gate, up)
-
-
-@operator(
+_silu_mul_backward = dispatched(
     "silu_mul_backward(Tensor dy, Tensor gate, Tensor up) -> (Tensor, Tensor)",
     fake=lambda dy, gate, up: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
-def _silu_mul_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("silu_mul_backward", gate.device)(dy, gate, up)
-
-
-def _fake_quantize(gate, up, rule, with_product):
-    return _fake(gate, up) if with_product else up.new_empty(0), fake_rowwise(up)
-
-
-@operator(
-    "silu_mul_quantize(Tensor gate, Tensor up, str rule, bool with_product) -> (Tensor, Quantized)",
-    fake=_fake_quantize,
-    probe=lambda inputs: silu_mul_quantize(inputs.x, inputs.residual, "fp32", with_product=False),
+_SILU_MUL = Quantizing(
+    "silu_mul",
+    "silu_mul_quantize",
+    "Tensor gate, Tensor up",
+    fake=lambda gate, up: torch.empty_like(up, memory_format=torch.contiguous_format),
+    check=lambda operation, gate, up: require_shape(operation, "up", up, gate.shape),
+    backward=_silu_mul_backward,
+    probe=lambda inputs: (inputs.x, inputs.residual),
 )
-def _silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor, QuantizedTensor]:
-    """product, empty if it is not requested, and its 1x128 qdata."""
-    require_shape("silu_mul_quantize", "up", up, gate.shape)
-    product, rowwise = lookup("silu_mul_quantize", gate.device)(gate, up, rule, with_product)
-    return product if with_product else up.new_empty(0), rowwise
 
 
 @operator(
@@ -406,24 +371,6 @@ def _silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-class _SiLUMul(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate: torch.Tensor, up: torch.Tensor, rule: str | None):
-        ctx.save_for_backward(gate, up)
-        if rule is None:
-            return _silu_mul(gate, up)
-        product, (qdata, scales) = _silu_mul_quantize(gate, up, rule, True)
-        ctx.mark_non_differentiable(qdata, scales)
-        ctx.set_materialize_grads(False)  # no zeros for the gradients of qdata
-        return product, qdata, scales
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: torch.Tensor, *_):
-        gate, up = ctx.saved_tensors
-        return *_silu_mul_backward(dy, gate, up), None
-
-
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """``silu(gate) * up``; differentiable in both.
 
@@ -437,9 +384,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         TypeError: an operand is not BF16.
     """
     require_bf16("silu_mul", gate=gate, up=up)
-    if torch.is_grad_enabled():
-        return _SiLUMul.apply(gate, up, None)
-    return _silu_mul(gate, up)
+    return _SILU_MUL(gate, up)
 
 
 def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_product: bool = True) -> QuantizedTensor:
@@ -459,11 +404,7 @@ def silu_mul_quantize(gate: torch.Tensor, up: torch.Tensor, rule: str, *, with_p
     """
     require_bf16("silu_mul_quantize", gate=gate, up=up)
     require_groups("silu_mul_quantize", up)
-    if torch.is_grad_enabled():
-        product, qdata, scales = _SiLUMul.apply(gate, up, rule)
-        return QuantizedTensor(qdata, scales, product)
-    product, (qdata, scales) = _silu_mul_quantize(gate, up, rule, with_product)
-    return QuantizedTensor(qdata, scales, product if with_product else None)
+    return _SILU_MUL.quantized(gate, up, rule=rule, requested=with_product)
 
 
 def silu_mul_backward_quantize(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, rule: str) -> Four:

@@ -15,8 +15,8 @@ from jetrl_verl.kernels.attention import (
     flash_attention_3,
     flash_attention_backward,
 )
-from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator
+from jetrl_verl.kernels.dispatch import implements
+from jetrl_verl.kernels.operator import dispatched
 
 __all__ = ["has_varlen_kernel", "varlen_attention"]
 
@@ -81,7 +81,7 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
     return out, lse.double() if q.dtype == torch.float64 else lse
 
 
-@operator(
+_varlen_attention = dispatched(
     "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale)"
     " -> (Tensor, Tensor)",
     fake=_fake,
@@ -89,19 +89,13 @@ def _fake(q, k, v, cu_seqlens, max_seqlen, scale):
     equal_bits=False,
     needs_fp8=False,
 )
-def _varlen_attention(*call) -> tuple[torch.Tensor, torch.Tensor]:
-    return lookup("varlen_attention", call[0].device, *call)(*call)
-
-
-@operator(
+_varlen_attention_backward = dispatched(
     "varlen_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor out,"
     " Tensor lse, int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)",
     fake=fake_attention_backward,
     backends={"cpu": ("sdpa",), "sm90": ("flash_attention_2",)},
     needs_fp8=False,
 )
-def _varlen_attention_backward(*call) -> tuple[torch.Tensor, ...]:
-    return lookup("varlen_attention_backward", call[0].device)(*call)
 
 
 def varlen_attention(

@@ -15,7 +15,8 @@ import torch
 from jetrl_verl import kernels
 
 FOLDER = Path(kernels.__file__).parent
-FILES = sorted(FOLDER.rglob("*.py"))
+FILES = sorted(path for path in FOLDER.rglob("*.py") if path.name not in ("operator.py", "quantizing.py"))
+"""All but those that declare what other files give them."""
 
 
 @cache
@@ -34,13 +35,20 @@ def first_arguments(path: Path, *functions: str) -> set[str]:
         for node in ast.walk(tree(path))
         if isinstance(node, ast.For) and isinstance(node.iter, ast.Tuple) and isinstance(node.target, ast.Name)
     }
-    calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
-    return {name for call in calls if call.func.id in functions for name in named(call.args[0], loops)}
+    return {name for call in calls_of(path, *functions) for name in named(call.args[0], loops)}
+
+
+def calls_of(path: Path, *functions: str) -> Iterator[ast.Call]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+            yield node
 
 
 def operators(path: Path) -> set[str]:
     """Operators that the file registers."""
-    return {schema.partition("(")[0] for schema in first_arguments(path, "operator")}
+    both_forms = {name.value for call in calls_of(path, "Quantizing") for name in call.args[:2]}
+    schemas = first_arguments(path, "operator", "dispatched")
+    return both_forms | {schema.partition("(")[0] for schema in schemas}
 
 
 def launches(path: Path) -> Iterator[ast.Call]:

@@ -36,7 +36,7 @@ class BlockFP8(Format):
     rms_norm = staticmethod(kernels.rms_norm_quantize_1x128)
     add_rms_norm = staticmethod(kernels.add_rms_norm_quantize_1x128)
     combine_add_rms_norm = staticmethod(kernels.combine_add_rms_norm_quantize_1x128)
-    gated_rms_norm = staticmethod(kernels.gated_rms_norm_quantize_1x128)
+    gated_rms_norm = staticmethod(kernels.gated_rms_norm_quantize)
     silu_mul = staticmethod(kernels.silu_mul_quantize)
     sigmoid_mul = staticmethod(kernels.sigmoid_mul_quantize)
     silu_mul_backward = staticmethod(kernels.silu_mul_backward_quantize)

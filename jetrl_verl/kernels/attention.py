@@ -185,9 +185,7 @@ def reference_attention_backward(grad_out, q, k, v, cu_seqlens, out, lse, max_se
 
 
 @implements("attention", "flash_attention_3")
-def flash_attention_3(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def flash_attention_3(q, k, v, cu_seqlens, max_seqlen: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output ``[N, H, D]`` and, for the backward, the log-sum-exp ``[H, N]`` FP32.
 
     Raises:

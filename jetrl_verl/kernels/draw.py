@@ -65,9 +65,7 @@ def _chosen(mass: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 @implements("draw", "reference")
-def reference_draw(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, Normalized]:
+def reference_draw(logits, temperature, seeds, counters) -> tuple[torch.Tensor, Normalized]:
     """Tokens ``[N]`` int64, and what their softmax divides by, as :func:`draw_tokens`."""
     rows, columns = logits.shape
     width = min(columns, CHUNK)
@@ -93,9 +91,7 @@ def reference_draw(
 
 
 @implements("drawn_log_probs", "reference")
-def reference_drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_drawn_log_probs(logits, tokens, temperature, normalized: Normalized) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`drawn_log_probs`; log-probabilities are ``reference_log_probs``'s."""
     picked = logits.gather(1, tokens[:, None])
     scaled = picked.double().div_(temperature[:, None].double())
@@ -157,9 +153,7 @@ def _rank_kernel(
 
 
 @implements("draw", "triton")
-def triton_draw(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, Normalized]:
+def triton_draw(logits, temperature, seeds, counters) -> tuple[torch.Tensor, Normalized]:
     """As :func:`reference_draw`, up to rounding of the cumulated sums."""
     logits, temperature = whole_rows(logits), temperature.contiguous()
     normalized = normalize(logits, temperature)
@@ -184,9 +178,7 @@ def triton_draw(
 
 
 @implements("drawn_log_probs", "triton")
-def triton_drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, normalized: Normalized
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_drawn_log_probs(logits, tokens, temperature, normalized: Normalized) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_drawn_log_probs`."""
     logits, temperature, tokens = whole_rows(logits), temperature.contiguous(), tokens.contiguous()
     values = log_probs_of(logits, tokens[:, None], temperature, normalized)
@@ -218,9 +210,7 @@ def _fake_draw(logits, temperature, seeds, counters):
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_draw,
 )
-def _draw(
-    logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, counters: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
+def _draw(logits, temperature, seeds, counters) -> tuple[torch.Tensor, ...]:
     """Tokens, and the four of :class:`Normalized`."""
     tokens, normalized = lookup("draw", logits.device)(logits, temperature, seeds, counters)
     return tokens, *normalized
@@ -262,9 +252,7 @@ def draw_tokens(
     " Tensor highest, Tensor log_sum) -> (Tensor, Tensor)",
     fake=lambda logits, tokens, *_: (logits.new_empty((len(tokens), 1)), tokens.new_empty(tokens.shape)),
 )
-def _drawn_log_probs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor, *normalized: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _drawn_log_probs(logits, tokens, temperature, *normalized) -> tuple[torch.Tensor, torch.Tensor]:
     return lookup("drawn_log_probs", logits.device)(logits, tokens, temperature, Normalized(*normalized))
 
 

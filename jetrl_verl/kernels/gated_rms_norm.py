@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """RMSNorm of a gated delta net's heads times SiLU of a gate (reference/delta_net.py): FP32 inside, one rounding.
 
-``gated_rms_norm_quantize_1x128`` also quantizes the result for the output projection; a head is one group of 128.
+``gated_rms_norm_quantize`` also quantizes the result for the output projection; a head is one group of 128.
 """
 
 import torch
@@ -21,7 +21,7 @@ from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference import QuantizedTensor, delta_net
 
-__all__ = ["gated_rms_norm", "gated_rms_norm_quantize_1x128"]
+__all__ = ["gated_rms_norm", "gated_rms_norm_quantize"]
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -149,8 +149,8 @@ def triton_gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor
     return _launch(o, z, weight, eps, None, True)[0]
 
 
-@implements("gated_rms_norm_quantize_1x128", "triton")
-def triton_gated_rms_norm_quantize_1x128(
+@implements("gated_rms_norm_quantize", "triton")
+def triton_gated_rms_norm_quantize(
     o, z, weight, eps: float, rule: str, with_normed: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor]:
     """(normed rows or None, their 1x128 qdata)."""
@@ -204,7 +204,7 @@ def _probe_inputs(inputs: ProbeInputs) -> tuple[torch.Tensor, torch.Tensor, torc
 
 _GATED_RMS_NORM = Quantizing(
     "gated_rms_norm",
-    "gated_rms_norm_quantize_1x128",
+    "gated_rms_norm_quantize",
     "Tensor o, Tensor z, Tensor weight, float eps",
     fake=lambda o, *_: o.new_empty(o.shape[0], o.shape[1] * o.shape[2]),
     check=_check,
@@ -235,7 +235,7 @@ def gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: 
     return _GATED_RMS_NORM(o, z, weight, eps)
 
 
-def gated_rms_norm_quantize_1x128(
+def gated_rms_norm_quantize(
     o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str, *, with_normed: bool = True
 ) -> QuantizedTensor:
     """:func:`gated_rms_norm` and ``kernels.quantize_1x128`` of its result; differentiable as the first.

@@ -31,9 +31,7 @@ _LAUNCH = {"num_warps": 4, "maxnreg": 168}
 
 
 @implements("gather_quantize_1x128_and_128x1", "reference")
-def reference_gather_quantize(
-    x: torch.Tensor, pair: torch.Tensor, k: int, rule: str
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+def reference_gather_quantize(x, pair, k: int, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
     """See :func:`gather_quantize_1x128_and_128x1`."""
     return reference.quantize_1x128_and_128x1(reference.gather_rows(x, pair, k), rule)
 
@@ -66,9 +64,7 @@ def _gather_quantize_kernel(
 
 
 @implements("gather_quantize_1x128_and_128x1", "triton")
-def triton_gather_quantize(
-    x: torch.Tensor, pair: torch.Tensor, k: int, rule: str
-) -> tuple[QuantizedTensor, QuantizedTensor]:
+def triton_gather_quantize(x, pair, k: int, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
     """As :func:`reference_gather_quantize`; memory layouts as in results.py."""
     pow2, rows, columns = is_pow2(rule), len(pair), x.shape[1]
     rowwise = empty_rowwise(rows, columns, x.device)

@@ -88,9 +88,7 @@ def _grouped_gemm_kernel(
 
 
 @implements("grouped_gemm_nt_of_ranks", "triton")
-def triton_grouped_gemm_nt_of_ranks(
-    a: QuantizedTensor, b: QuantizedTensor, start: torch.Tensor, ranks: int, *_
-) -> torch.Tensor:
+def triton_grouped_gemm_nt_of_ranks(a: QuantizedTensor, b: QuantizedTensor, start, ranks: int, *_) -> torch.Tensor:
     """See :func:`grouped_gemm_nt_of_ranks`; rows after the last segment are not written."""
     (rows, k), (experts, n, _) = a.qdata.shape, b.qdata.shape
     out = torch.empty((ranks, rows, n), dtype=torch.bfloat16, device=a.qdata.device)

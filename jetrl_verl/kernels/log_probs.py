@@ -72,9 +72,7 @@ def reference_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature:
 
 
 @implements("log_probs_backward", "reference")
-def reference_log_probs_backward(
-    gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
+def reference_log_probs_backward(gradient, logits, tokens, temperature) -> torch.Tensor:
     """Gradient of the logits ``[N, V]`` FP32 from that of the log-probabilities ``[N, k]`` FP32."""
     scaled = gradient / temperature[:, None]
     dlogits = (logits / temperature[:, None]).softmax(dim=-1)
@@ -215,9 +213,7 @@ def triton_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: to
 
 
 @implements("log_probs_backward", "triton")
-def triton_log_probs_backward(
-    gradient: torch.Tensor, logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor
-) -> torch.Tensor:
+def triton_log_probs_backward(gradient, logits, tokens, temperature) -> torch.Tensor:
     """As :func:`reference_log_probs_backward`. Allocates nothing else of size ``N V``: a step's memory peaks here."""
     logits = whole_rows(logits)
     rows, columns = logits.shape

@@ -54,13 +54,7 @@ def reference_rms_norm_quantize_1x128(
 
 @implements("add_rms_norm_quantize_1x128", "reference")
 def reference_add_rms_norm_quantize_1x128(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
-    unit_offset: bool = False,
+    x, residual, weight, eps: float, rule: str, with_normed: bool, unit_offset: bool = False
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """y or None, ``x + residual``, 1x128 qdata of y."""
     y, total = reference_add_rms_norm(x, residual, weight, eps, unit_offset)
@@ -236,9 +230,7 @@ def launch_rms_norm(
 
 
 @implements("rms_norm", "triton")
-def triton_rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_rms_norm(x, weight, eps: float, unit_offset: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``reference.rms_norm``."""
     y, _, rstd, _ = launch_rms_norm(x, None, weight, eps, None, True, unit_offset=unit_offset)
     return y, rstd
@@ -264,13 +256,7 @@ def triton_rms_norm_quantize_1x128(
 
 @implements("add_rms_norm_quantize_1x128", "triton")
 def triton_add_rms_norm_quantize_1x128(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
-    unit_offset: bool = False,
+    x, residual, weight, eps: float, rule: str, with_normed: bool, unit_offset: bool = False
 ) -> tuple[torch.Tensor | None, torch.Tensor, QuantizedTensor]:
     """As :func:`reference_add_rms_norm_quantize_1x128`."""
     y, total, _, quantized = launch_rms_norm(x, residual, weight, eps, rule, with_normed, unit_offset=unit_offset)
@@ -278,9 +264,7 @@ def triton_add_rms_norm_quantize_1x128(
 
 
 @implements("rms_norm_backward", "triton")
-def triton_rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, unit_offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_rms_norm_backward(dy, x, weight, rstd, unit_offset: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """dx ``[..., K]`` BF16 and dw ``[K]`` FP32 from dy and x ``[..., K]`` and rstd ``[...]`` FP32."""
     rows, gradients = _aligned_rows(x), _aligned_rows(as_type(dy, torch.bfloat16))
     count, k = rows.shape
@@ -321,9 +305,7 @@ def _fake(x, *_):
     fake=_fake,
     probe=lambda inputs: rms_norm(inputs.x, inputs.weight, 1e-6, inputs.unit_offset),
 )
-def _rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm(x, weight, eps: float, unit_offset: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """y BF16 and rstd FP32 of x [..., K]."""
     require_shape("rms_norm", "weight", weight, x.shape[-1:])
     return lookup("rms_norm", x.device)(x, weight, eps, unit_offset)
@@ -382,13 +364,7 @@ def _rms_norm_quantize(
     ),
 )
 def _add_rms_norm_quantize(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    rule: str,
-    with_normed: bool,
-    unit_offset: bool = False,
+    x, residual, weight, eps: float, rule: str, with_normed: bool, unit_offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
     """y (empty without ``with_normed``), the residual sum, 1x128 qdata of y."""
     require_shape("add_rms_norm_quantize_1x128", "weight", weight, x.shape[-1:])

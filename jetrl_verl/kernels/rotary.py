@@ -72,9 +72,7 @@ def rotary_table(rotary_dim: int, positions: int, parameters: Mapping[str, Any])
 
 
 @implements("rotary", "reference")
-def reference_rotary(
-    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_rotary(q, k, table, positions, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Both operands rotated, BF16; ``inverse`` rotates back (a gradient). IndexError: a position not in the table."""
     if len(positions) and not 0 <= positions.min() <= positions.max() < len(table):
         raise IndexError(
@@ -137,9 +135,7 @@ def _rotary_kernel(
 
 
 @implements("rotary", "triton")
-def triton_rotary(
-    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_rotary(q, k, table, positions, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_rotary`; the table's width is a power of two, a position that the table lacks gives NaN."""
     tokens, width = len(q), table.shape[1]
     rest = q.shape[2] - width
@@ -188,9 +184,7 @@ def check_rotary(
     fake=lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)),
     probe=lambda inputs: rotary(inputs.q, inputs.k, inputs.table, inputs.positions),
 )
-def _rotary(
-    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, positions: torch.Tensor, inverse: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary(q, k, table, positions, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
     check_rotary("rotary", q, k, table, positions)
     return lookup("rotary", q.device)(q, k, table, positions, inverse)
 

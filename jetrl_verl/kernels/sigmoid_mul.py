@@ -41,9 +41,7 @@ def reference_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 @implements("sigmoid_mul_backward", "reference")
-def reference_sigmoid_mul_backward(
-    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_sigmoid_mul_backward(dy, x, gate) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and gate, ``[T, H, D]`` BF16."""
     dx = look_up(_sigmoids(gate.device), gate)
     # 1 - sigmoid(gate) as sigmoid(-gate), which is exact where the sigmoid is close to 1.
@@ -144,17 +142,13 @@ def triton_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 @implements("sigmoid_mul_quantize", "triton")
-def triton_sigmoid_mul_quantize(
-    x: torch.Tensor, gate: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
+def triton_sigmoid_mul_quantize(x, gate, rule: str, with_product: bool) -> tuple[torch.Tensor | None, QuantizedTensor]:
     """(product or None, its 1x128 qdata)."""
     return _launch(x, gate, rule, with_product)
 
 
 @implements("sigmoid_mul_backward", "triton")
-def triton_sigmoid_mul_backward(
-    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_sigmoid_mul_backward(dy, x, gate) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and gate, ``[T, H, D]`` BF16."""
     x, gate = _heads(x), _heads(gate)
     dx, dgate = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in range(2))

@@ -74,9 +74,7 @@ def reference_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @implements("silu_mul_backward", "reference")
-def reference_silu_mul_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_silu_mul_backward(dy, gate, up) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, BF16."""
     dy = dy.float()
     silu, derivative = silu_and_derivative(gate)
@@ -230,9 +228,7 @@ def triton_silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 @implements("silu_mul_backward", "triton")
-def triton_silu_mul_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def triton_silu_mul_backward(dy, gate, up) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of gate and up, BF16."""
     gate_rows, up_rows = rows_of(gate), rows_of(up)
     count, columns = gate_rows.shape
@@ -253,9 +249,7 @@ def triton_silu_mul_backward(
 
 
 @implements("silu_mul_quantize", "triton")
-def triton_silu_mul_quantize(
-    gate: torch.Tensor, up: torch.Tensor, rule: str, with_product: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
+def triton_silu_mul_quantize(gate, up, rule: str, with_product: bool) -> tuple[torch.Tensor | None, QuantizedTensor]:
     """(product or None, its 1x128 qdata)."""
     pow2 = is_pow2(rule)
     gate_rows, up_rows = rows_of(gate), rows_of(up)

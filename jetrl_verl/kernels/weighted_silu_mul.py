@@ -45,9 +45,7 @@ def _weight_of_rows(weights: torch.Tensor, pair: torch.Tensor) -> torch.Tensor:
 
 
 @implements("weighted_silu_mul_quantize", "reference")
-def reference_weighted_silu_mul_quantize(
-    gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> QuantizedTensor:
+def reference_weighted_silu_mul_quantize(gate_up, weights, pair, rule: str) -> QuantizedTensor:
     """See :func:`weighted_silu_mul_quantize`."""
     gate, up = gate_up.chunk(2, dim=1)
     product = silu_and_derivative(gate.contiguous())[0].mul_(up.float())
@@ -70,9 +68,7 @@ def gradients_of_rows(
 
 
 @implements("weighted_silu_mul_backward_quantize", "reference")
-def reference_weighted_silu_mul_backward_quantize(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> Gradients:
+def reference_weighted_silu_mul_backward_quantize(dy, gate_up, weights, pair, rule: str) -> Gradients:
     """See :func:`weighted_silu_mul_backward_quantize`."""
     dgate_up, products = gradients_of_rows(dy, gate_up, weights, pair)
     dweights = torch.zeros_like(weights).flatten()
@@ -104,9 +100,7 @@ def _quantize_kernel(
 
 
 @implements("weighted_silu_mul_quantize", "triton")
-def triton_weighted_silu_mul_quantize(
-    gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> QuantizedTensor:
+def triton_weighted_silu_mul_quantize(gate_up, weights, pair, rule: str) -> QuantizedTensor:
     """See :func:`weighted_silu_mul_quantize`."""
     pow2 = is_pow2(rule)
     rows, k = gate_up.shape[0], gate_up.shape[1] // 2
@@ -202,9 +196,7 @@ def _add_parts_kernel(parts_ptr, pair_ptr, dweights_ptr, rows, parts, TILE: tl.c
 
 
 @implements("weighted_silu_mul_backward_quantize", "triton")
-def triton_weighted_silu_mul_backward_quantize(
-    dy: torch.Tensor, gate_up: torch.Tensor, weights: torch.Tensor, pair: torch.Tensor, rule: str
-) -> Gradients:
+def triton_weighted_silu_mul_backward_quantize(dy, gate_up, weights, pair, rule: str) -> Gradients:
     """See :func:`weighted_silu_mul_backward_quantize`."""
     pow2, (rows, columns), device = is_pow2(rule), dy.shape, dy.device
     rowwise = empty_rowwise(rows, 2 * columns, device)

@@ -18,9 +18,7 @@ implements("wgrad", "triton")(triton_gemm)
 
 
 @implements("wgrad", "native", supports=native_supports_operands)
-def native_wgrad(
-    call: GemmCall, *, out: torch.Tensor | None = None, plan: native.Plan = native.DEFAULT_PLAN
-) -> torch.Tensor:
+def native_wgrad(call: GemmCall, *, out=None, plan: native.Plan = native.DEFAULT_PLAN) -> torch.Tensor:
     """As :func:`jetrl_verl.reference.multiply`; ``out`` of ``out_dtype`` and ``plan`` as in ``native_gemm_nt``."""
     a, b = call.a, call.b
     if out is None:

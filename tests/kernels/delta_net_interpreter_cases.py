@@ -45,7 +45,7 @@ def test_values_and_gradients():
 def test_the_quantizing_norm_is_the_norm_then_the_quantizer():
     o, merged, weight = normal(9, HEADS, 128), normal(9, HEADS * 128 + 64), normal(128, seed=5)
     z = merged[:, 64:].unflatten(1, (-1, 128))
-    normed, got = triton_kernels.gated_rms_norm_quantize_1x128(o, z, weight, EPS, "fp32", True)
+    normed, got = triton_kernels.gated_rms_norm_quantize(o, z, weight, EPS, "fp32", True)
     want = kernels.quantize_1x128(triton_kernels.gated_rms_norm(o, z, weight, EPS), "fp32")
     assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
     assert torch.equal(got.scales, want.scales) and normed.shape == (9, HEADS * 128)

@@ -117,7 +117,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "gated_delta_rule_update": (qkv, *gates, delta_states, whole(2, 0), fresh, cu),
         "gated_rms_norm": gated,
         "gated_rms_norm_backward": (normal(TOKENS, 2 * 128), *gated),
-        "gated_rms_norm_quantize_1x128": (*gated, "fp32", True),
+        "gated_rms_norm_quantize": (*gated, "fp32", True),
         "sigmoid_mul": (q, q),
         "sigmoid_mul_quantize": (q, q, "fp32", True),
         "sigmoid_mul_backward": (q.flatten(1), q, q),

@@ -54,7 +54,7 @@ def test_gated_norm(rule):
     expected = kernels.gated_rms_norm(o, z, weight, EPS)
     for with_normed in (True, False):
         with torch.set_grad_enabled(with_normed):
-            quantized = kernels.gated_rms_norm_quantize_1x128(o, z, weight, EPS, rule, with_normed=with_normed)
+            quantized = kernels.gated_rms_norm_quantize(o, z, weight, EPS, rule, with_normed=with_normed)
         assert torch.equal(quantized.source, expected) if with_normed else quantized.source is None
         assert_qdata_of(quantized, expected, rule)
 

@@ -317,7 +317,7 @@ norm."""
 def test_a_compiled_layer_has_only_shared_operations_in_whole_pieces(rollout):
     assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, *SPLITTING]
     if rollout.family in HYBRIDS:
-        gated, norm = ["gated_rms_norm_quantize_1x128", "fprop_quantized"], "add_rms_norm_quantize_1x128"
+        gated, norm = ["gated_rms_norm_quantize", "fprop_quantized"], "add_rms_norm_quantize_1x128"
         mlp = [norm, "fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
         to_delta_net = ["fprop_quantized", "logits"]
         assert [

@@ -33,7 +33,7 @@ OPERATIONS = (
     "sigmoid_mul",
     "sigmoid_mul_quantize",
     "gated_rms_norm",
-    "gated_rms_norm_quantize_1x128",
+    "gated_rms_norm_quantize",
     "attention",
     "logits",
     "log_probs",

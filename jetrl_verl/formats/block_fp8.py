@@ -58,14 +58,7 @@ class BlockFP8(Format):
         flat = QuantizedTensor(weight.qdata.flatten(0, -2), weight.scales.flatten(0, -2))
         return dequantize_128x128(flat).view(weight.qdata.shape)
 
-    def linear(
-        self,
-        x: torch.Tensor | QuantizedTensor,
-        weight: QuantizedTensor,
-        bias: torch.Tensor | None,
-        rule: str,
-        static_weight: bool = False,
-    ) -> torch.Tensor:
+    def linear(self, x, weight, bias, rule: str, static_weight: bool = False) -> torch.Tensor:
         if isinstance(x, QuantizedTensor):
             return kernels.fprop_quantized(x, weight.qdata, weight.scales, bias, static_weight=static_weight)
         return kernels.fprop(x, weight.qdata, weight.scales, bias, rule, static_weight=static_weight)

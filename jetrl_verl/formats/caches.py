@@ -145,9 +145,7 @@ class BF16Cache(KVCache):
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return k, v
 
-    def new_pages(
-        self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
-    ) -> torch.Tensor:
+    def new_pages(self, pages: int, block_size: int, kv_heads: int, head_dim: int, device) -> torch.Tensor:
         shape = (pages, 2, block_size, kv_heads, head_dim)
         return torch.full(shape, _unwritten(device, head_dim), dtype=torch.bfloat16, device=device)
 
@@ -161,9 +159,7 @@ class BF16Cache(KVCache):
         keys, values = (part.flatten(0, 1) for part in pages.unbind(1))
         return keys, values
 
-    def decode(
-        self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q, pages, lengths, table, scale: float) -> torch.Tensor:
         # Falls back to FlashAttention 3, as vLLM's backend does.
         return kernels.decode_attention_bf16(q, *pages.unbind(1), lengths, table, scale)
 
@@ -195,9 +191,7 @@ class FP8Cache(KVCache):
     def vllm_head(self) -> tuple[int, torch.dtype] | None:
         return self.traits.head_bytes(HEAD_DIM), torch.uint8
 
-    def new_pages(
-        self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
-    ) -> torch.Tensor:
+    def new_pages(self, pages: int, block_size: int, kv_heads: int, head_dim: int, device) -> torch.Tensor:
         shape = reference.cache_shape(pages, block_size, kv_heads)
         return torch.full(shape, 255, dtype=torch.uint8, device=device)  # NaN, as data and as a scale
 
@@ -215,9 +209,7 @@ class FP8Cache(KVCache):
         lengths = torch.full((1,), slots, dtype=torch.int32, device=pages.device)
         return kernels.read_kv(pages, table, lengths, starts, slots, slots)
 
-    def decode(
-        self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
-    ) -> torch.Tensor:
+    def decode(self, q, pages, lengths, table, scale: float) -> torch.Tensor:
         return kernels.decode_attention(q, pages, lengths, table, scale)
 
 

@@ -26,14 +26,7 @@ class ChannelINT8(Format):
     def dequantize_weight(self, weight: QuantizedTensor) -> torch.Tensor:
         return reference.dequantize_int8(weight)
 
-    def linear(
-        self,
-        x: torch.Tensor | QuantizedTensor,
-        weight: QuantizedTensor,
-        bias: torch.Tensor | None,
-        rule: str,
-        static_weight: bool = False,
-    ) -> torch.Tensor:
+    def linear(self, x, weight, bias, rule: str, static_weight: bool = False) -> torch.Tensor:
         if isinstance(x, QuantizedTensor):
             raise TypeError("INT8 linear layers quantize their input themselves. Pass the BF16 tensor.")
         return kernels.fprop_int8(x, weight.qdata, weight.scales, bias)

@@ -17,7 +17,7 @@ from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
-from jetrl_verl.kernels.views import as_type
+from jetrl_verl.kernels.views import as_type, unit_stride
 from jetrl_verl.reference import delta_net
 from jetrl_verl.reference.delta_net import TAPS
 
@@ -221,10 +221,6 @@ def _conv_backward_kernel(
     tl.store(dw_ptr + channel * 4 + 3, dw3, mask=inside)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
-
-
 def _tap_words(weight: torch.Tensor) -> torch.Tensor:
     """The four BF16 taps of a channel in one word."""
     return weight.to(torch.bfloat16).contiguous().view(torch.int64)
@@ -233,7 +229,7 @@ def _tap_words(weight: torch.Tensor) -> torch.Tensor:
 @implements("causal_conv1d_update", "triton")
 def triton_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) -> torch.Tensor:
     """As :func:`reference_causal_conv1d_update`; without states every sequence starts here."""
-    x, (tokens, channels), sequences = _rows(x), x.shape, len(cu_seqlens) - 1
+    x, (tokens, channels), sequences = unit_stride(x), x.shape, len(cu_seqlens) - 1
     y = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
     paged = states is not None
     if y.numel():
@@ -269,7 +265,7 @@ def triton_causal_conv1d(x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torc
 @implements("causal_conv1d_backward", "triton")
 def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_causal_conv1d_backward`; a program goes along 64 tokens, and three more for dx."""
-    x, (tokens, channels), tiles = _rows(x), x.shape, ceil_div(len(x), _BACKWARD_TOKENS)
+    x, (tokens, channels), tiles = unit_stride(x), x.shape, ceil_div(len(x), _BACKWARD_TOKENS)
     dx = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
     dw = torch.empty(tiles, channels, TAPS, dtype=torch.float32, device=x.device)
     if dx.numel():

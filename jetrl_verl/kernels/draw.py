@@ -22,10 +22,10 @@ from jetrl_verl.kernels.log_probs import (
     normalize,
     reference_normalized,
     scaled_by,
-    whole_rows,
 )
 from jetrl_verl.kernels.operator import operator, require_shape
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
+from jetrl_verl.kernels.views import unit_stride
 from jetrl_verl.reference.reproducible import exp
 
 __all__ = ["draw_tokens", "drawn_log_probs"]
@@ -155,7 +155,7 @@ def _rank_kernel(
 @implements("draw", "triton")
 def triton_draw(logits, temperature, seeds, counters) -> tuple[torch.Tensor, Normalized]:
     """As :func:`reference_draw`, up to rounding of the cumulated sums."""
-    logits, temperature = whole_rows(logits), temperature.contiguous()
+    logits, temperature = unit_stride(logits), temperature.contiguous()
     normalized = normalize(logits, temperature)
     (rows, columns), chunks = logits.shape, normalized.chunk_sums.shape[1]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
@@ -180,7 +180,7 @@ def triton_draw(logits, temperature, seeds, counters) -> tuple[torch.Tensor, Nor
 @implements("drawn_log_probs", "triton")
 def triton_drawn_log_probs(logits, tokens, temperature, normalized: Normalized) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`reference_drawn_log_probs`."""
-    logits, temperature, tokens = whole_rows(logits), temperature.contiguous(), tokens.contiguous()
+    logits, temperature, tokens = unit_stride(logits), temperature.contiguous(), tokens.contiguous()
     values = log_probs_of(logits, tokens[:, None], temperature, normalized)
     counts = torch.empty(normalized.chunk_sums.shape, dtype=torch.int32, device=logits.device)
     if counts.numel():

@@ -18,7 +18,7 @@ from jetrl_verl.kernels.probe_inputs import ProbeInputs
 from jetrl_verl.kernels.quantizing import Quantizing
 from jetrl_verl.kernels.results import empty_rowwise
 from jetrl_verl.kernels.sizes import ceil_div
-from jetrl_verl.kernels.views import as_type
+from jetrl_verl.kernels.views import as_type, unit_stride
 from jetrl_verl.reference import QuantizedTensor, delta_net
 
 __all__ = ["gated_rms_norm", "gated_rms_norm_quantize"]
@@ -108,15 +108,12 @@ def _gated_norm_backward_kernel(
     tl.store(dw_ptr + tl.program_id(0) * GROUP + column, tl.sum(dw, axis=0)[None, :])
 
 
-def _heads_of_rows(z: torch.Tensor) -> torch.Tensor:
-    """``z [T, HV, 128]``, copied only where a head's features are not next to each other."""
-    return z if z.stride(2) == 1 else z.contiguous()
-
-
-def _launch(
-    o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, rule: str | None, with_normed: bool
+@implements("gated_rms_norm_quantize", "triton")
+def triton_gated_rms_norm_quantize(
+    o, z, weight, eps: float, rule: str | None, with_normed: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None]:
-    o, z, (tokens, heads, width) = o.contiguous(), _heads_of_rows(z), o.shape
+    """(normed rows or None, their 1x128 qdata or, without a rule, None)."""
+    o, z, (tokens, heads, width) = o.contiguous(), unit_stride(z), o.shape
     y = torch.empty(tokens, heads * width, dtype=torch.bfloat16, device=o.device) if with_normed else None
     quantized = empty_rowwise(tokens, heads * width, o.device) if rule is not None else None
     pow2 = rule is not None and is_pow2(rule)
@@ -144,23 +141,15 @@ def _launch(
 
 
 @implements("gated_rms_norm", "triton")
-def triton_gated_rms_norm(o: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def triton_gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
     """``[T, HV * 128]`` BF16."""
-    return _launch(o, z, weight, eps, None, True)[0]
-
-
-@implements("gated_rms_norm_quantize", "triton")
-def triton_gated_rms_norm_quantize(
-    o, z, weight, eps: float, rule: str, with_normed: bool
-) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """(normed rows or None, their 1x128 qdata)."""
-    return _launch(o, z, weight, eps, rule, with_normed)
+    return triton_gated_rms_norm_quantize(o, z, weight, eps, None, True)[0]
 
 
 @implements("gated_rms_norm_backward", "triton")
 def triton_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     """As :func:`reference_gated_rms_norm_backward`; the order of the sum dw follows the number of tokens."""
-    o, z, (tokens, heads, width) = o.contiguous(), _heads_of_rows(z), o.shape
+    o, z, (tokens, heads, width) = o.contiguous(), unit_stride(z), o.shape
     do, dz = (torch.empty(o.shape, dtype=torch.bfloat16, device=o.device) for _ in range(2))
     heads_each = ceil_div(ceil_div(tokens * heads, _BACKWARD_PROGRAMS), _BACKWARD_HEADS) * _BACKWARD_HEADS
     programs = ceil_div(tokens * heads, heads_each) if tokens else 0

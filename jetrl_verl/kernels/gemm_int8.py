@@ -117,10 +117,7 @@ def cutlass_gemm_int8(a: QuantizedTensor, b: QuantizedTensor, bias=None, out_dty
     backends=TRITON | {"sm90": ("vllm_cutlass_int8", "triton")},
 )
 def gemm_int8(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """See :func:`jetrl_verl.reference.gemm_int8`."""
     check_int8_gemm_shapes(a, b, bias)

@@ -28,6 +28,7 @@ from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import dispatched, operator, require_bf16
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div
+from jetrl_verl.kernels.views import unit_stride
 from jetrl_verl.reference import FP8_DTYPE, QuantizedTensor
 from jetrl_verl.reference.kv_cache import HEAD_DIM, TOKEN_BYTES, UNIT_BYTES, UNIT_TOKENS
 
@@ -334,7 +335,7 @@ def _write_kernel(
 @implements("write_kv", "triton")
 def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
     """As :func:`reference_write_kv`."""
-    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k, v = unit_stride(k), unit_stride(v)
     if len(slots):
         _write_kernel[(len(slots), ceil_div(k.shape[1], HEADS_OF_A_PROGRAM))](
             *(k, v, cache, slots, *k.stride()[:2], *v.stride()[:2]),

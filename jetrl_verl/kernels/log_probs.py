@@ -17,6 +17,7 @@ from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import dispatched, operator, require_shape
 from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.views import unit_stride
 from jetrl_verl.reference.reproducible import exp, log, sum_of_fractions
 
 __all__ = ["Normalized", "log_probs"]
@@ -200,22 +201,17 @@ def log_probs_of(
     return out
 
 
-def whole_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Logits with contiguous columns."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
 @implements("log_probs", "triton")
 def triton_log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     """As :func:`reference_log_probs`."""
-    logits, temperature = whole_rows(logits), temperature.contiguous()
+    logits, temperature = unit_stride(logits), temperature.contiguous()
     return log_probs_of(logits, tokens, temperature, normalize(logits, temperature))
 
 
 @implements("log_probs_backward", "triton")
 def triton_log_probs_backward(gradient, logits, tokens, temperature) -> torch.Tensor:
     """As :func:`reference_log_probs_backward`. Allocates nothing else of size ``N V``: a step's memory peaks here."""
-    logits = whole_rows(logits)
+    logits = unit_stride(logits)
     rows, columns = logits.shape
     temperature = temperature.contiguous()
     scaled = gradient / temperature[:, None]

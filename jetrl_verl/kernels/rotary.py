@@ -21,7 +21,7 @@ from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
-from jetrl_verl.kernels.views import as_type
+from jetrl_verl.kernels.views import as_type, unit_stride
 
 __all__ = ["ROPE_TYPES", "rotary", "rotary_table"]
 
@@ -139,7 +139,7 @@ def triton_rotary(q, k, table, positions, inverse: bool) -> tuple[torch.Tensor, 
     """As :func:`reference_rotary`; the table's width is a power of two, a position that the table lacks gives NaN."""
     tokens, width = len(q), table.shape[1]
     rest = q.shape[2] - width
-    q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
+    q, k = unit_stride(q), unit_stride(k)
     rotated = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     if tokens:
         _rotary_kernel[(tokens,)](

@@ -20,6 +20,7 @@ from jetrl_verl.kernels.quantizing import Quantizing
 from jetrl_verl.kernels.results import empty_rowwise, require_groups
 from jetrl_verl.kernels.silu_mul import look_up
 from jetrl_verl.kernels.sizes import ceil_div
+from jetrl_verl.kernels.views import unit_stride
 from jetrl_verl.reference import BLOCK, QuantizedTensor
 
 __all__ = ["sigmoid_mul", "sigmoid_mul_quantize"]
@@ -99,16 +100,12 @@ def _sigmoid_mul_backward_kernel(
     tl.store(dgate_ptr + offsets, (dy * x * sigmoid * other).to(tl.bfloat16), mask=mask)
 
 
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    """``[T, H, D]`` with contiguous features."""
-    return x if x.stride(2) == 1 else x.contiguous()
-
-
-def _launch(
-    x: torch.Tensor, gate: torch.Tensor, rule: str | None, with_product: bool
+@implements("sigmoid_mul_quantize", "triton")
+def triton_sigmoid_mul_quantize(
+    x, gate, rule: str | None, with_product: bool
 ) -> tuple[torch.Tensor | None, QuantizedTensor | None]:
-    """(product, qdata), each None unless requested. ``rule``: None for no qdata."""
-    x, gate = _heads(x), _heads(gate)
+    """(product or None, its 1x128 qdata or, without a rule, None)."""
+    x, gate = unit_stride(x), unit_stride(gate)
     tokens, heads, width = x.shape
     k = heads * width
     y = torch.empty(tokens, k, dtype=torch.bfloat16, device=x.device) if with_product else None
@@ -138,19 +135,13 @@ def _launch(
 @implements("sigmoid_mul", "triton")
 def triton_sigmoid_mul(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     """See :func:`jetrl_verl.kernels.sigmoid_mul`."""
-    return _launch(x, gate, None, True)[0]
-
-
-@implements("sigmoid_mul_quantize", "triton")
-def triton_sigmoid_mul_quantize(x, gate, rule: str, with_product: bool) -> tuple[torch.Tensor | None, QuantizedTensor]:
-    """(product or None, its 1x128 qdata)."""
-    return _launch(x, gate, rule, with_product)
+    return triton_sigmoid_mul_quantize(x, gate, None, True)[0]
 
 
 @implements("sigmoid_mul_backward", "triton")
 def triton_sigmoid_mul_backward(dy, x, gate) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of x and gate, ``[T, H, D]`` BF16."""
-    x, gate = _heads(x), _heads(gate)
+    x, gate = unit_stride(x), unit_stride(gate)
     dx, dgate = (torch.empty(x.shape, dtype=torch.bfloat16, device=x.device) for _ in range(2))
     if x.numel():
         groups_k = x.shape[1] * x.shape[2] // BLOCK

@@ -31,7 +31,7 @@ from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, requ
 from jetrl_verl.kernels.quantizing import Quantizing
 from jetrl_verl.kernels.results import empty_colwise, empty_rowwise, fake_colwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div
-from jetrl_verl.kernels.views import as_rows
+from jetrl_verl.kernels.views import as_rows, unit_stride
 from jetrl_verl.reference import BLOCK, QuantizedTensor, check_rule
 
 __all__ = ["silu_mul", "silu_mul_backward_quantize", "silu_mul_quantize"]
@@ -203,8 +203,7 @@ def _silu_mul_backward_quantize_kernel(
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """``[rows, columns]``, contiguous in its last dimension; halves of one tensor stay views."""
-    rows = as_rows(x)
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return unit_stride(as_rows(x))
 
 
 def _words_of(rows: torch.Tensor) -> torch.Tensor:

@@ -81,10 +81,7 @@ def check_int8_gemm_shapes(a: QuantizedTensor, b: QuantizedTensor, bias: torch.T
 
 
 def gemm_int8(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
+    a: QuantizedTensor, b: QuantizedTensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """``A B^T + bias`` of two quantized operands, with an exact sum over K.
 

@@ -28,9 +28,7 @@ REACHES = (
 )
 """What this file uses of vLLM through values, or relies on; scripts/reach.py watches it."""
 
-_stock = vllm.gated_delta_net()
-_backend = vllm.gated_delta_net_backend()
-_hybrid = vllm.hybrid_decoder()
+_stock, _backend, _hybrid = vllm.hybrid_modules()
 
 
 @dataclass

@@ -15,10 +15,10 @@ from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.qk_norm import SharedHeads
 
-_hybrid = vllm.hybrid_decoder()
+_hybrid = vllm.hybrid_modules()[-1]
 
 
-class SharedGatedAttention(ReadByLinear, SharedHeads, _hybrid.Qwen3NextAttention):
+class SharedGatedAttention(SharedHeads, ReadByLinear, _hybrid.Qwen3NextAttention):
     """Qwen3.5's. It returns its result; vLLM's own may write into an argument instead."""
 
     def check(self) -> None:

@@ -16,3 +16,6 @@ class ReadByLinear:
     reader_format: Format | None = None
     reader_rule: str | None = None
     keeps_rows = False
+
+    def check(self) -> None:
+        """Refuse a layer that the shared operations do not cover."""

@@ -70,9 +70,6 @@ class SharedGemmaRMSNorm(_SharedNorm, vllm.GemmaRMSNorm):
 
     unit_offset = True
 
-    def check(self) -> None:
-        """All are covered."""
-
 
 class SharedRMSNormGated(ReadByLinear, vllm.RMSNormGated):
     """RMSNorm of each head of a delta net, times ``silu(z)``."""
@@ -90,9 +87,6 @@ class SharedRMSNormGated(ReadByLinear, vllm.RMSNormGated):
 
 class SharedSiluAndMul(ReadByLinear, vllm.SiluAndMul):
     """``silu(gate) * up`` of ``[M, 2 N]``."""
-
-    def check(self) -> None:
-        """All are covered."""
 
     def _forward_shared(self, x: torch.Tensor) -> torch.Tensor | QuantizedTensor:
         gate, up = x.chunk(2, dim=-1)

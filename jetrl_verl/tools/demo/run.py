@@ -69,10 +69,7 @@ class DemoOptions:
 
 
 def run_demo(
-    options: DemoOptions,
-    console: Console,
-    recipe: cache.Recipe | None = None,
-    trainer: Sequence[str] = VERL,
+    options: DemoOptions, console: Console, recipe: cache.Recipe | None = None, trainer: Sequence[str] = VERL
 ) -> int:
     """Run the demo and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 

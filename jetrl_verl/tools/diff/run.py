@@ -151,12 +151,7 @@ def run_engine(request: Request, folder: Path, name: str, cuda: bool) -> Recordi
 
 
 def _one(
-    options: DiffOptions,
-    precision: str,
-    prompts: Prompts,
-    stopped: Difference | None,
-    folder: Path,
-    console: Console,
+    options: DiffOptions, precision: str, prompts: Prompts, stopped: Difference | None, folder: Path, console: Console
 ) -> dict[str, Any]:
     """Compare one precision and write ``report.json`` to ``folder``; a stopped run is the rollout as configured."""
     import torch

@@ -87,12 +87,7 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        job: Job | None,
-        vocabulary: int,
-        temperature: float,
-        device: torch.device,
+        self, folder: str | Path, job: Job | None, vocabulary: int, temperature: float, device: torch.device
     ) -> None:
         from transformers.utils import is_flash_attn_2_available
 

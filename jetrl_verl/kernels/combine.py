@@ -69,10 +69,7 @@ def triton_combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@implements("combine", "triton")
-def triton_combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """As :func:`jetrl_verl.reference.combine`."""
-    return triton_combine_of_ranks(y[None], row)
+implements("combine", "triton")(lambda y, row: triton_combine_of_ranks(y[None], row))
 
 
 @operator(

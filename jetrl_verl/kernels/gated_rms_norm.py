@@ -120,17 +120,9 @@ def triton_gated_rms_norm_quantize(
     if tokens:
         # Pointers of what is absent are never dereferenced.
         _gated_norm_kernel[(ceil_div(tokens * heads, _HEADS),)](
-            o,
-            z,
-            weight.contiguous(),
-            y if with_normed else o,
-            quantized.qdata.view(torch.uint8) if rule is not None else o,
-            quantized.scales if rule is not None else o,
-            eps,
-            tokens,
-            heads,
-            z.stride(0),
-            z.stride(1),
+            *(o, z, weight.contiguous(), y if with_normed else o),
+            *((quantized.qdata.view(torch.uint8), quantized.scales) if rule is not None else (o, o)),
+            *(eps, tokens, heads, *z.stride()[:2]),
             HEADS=_HEADS,
             WITH_Y=with_normed,
             QUANTIZE=rule is not None,
@@ -140,10 +132,7 @@ def triton_gated_rms_norm_quantize(
     return y, quantized
 
 
-@implements("gated_rms_norm", "triton")
-def triton_gated_rms_norm(o, z, weight, eps: float) -> torch.Tensor:
-    """``[T, HV * 128]`` BF16."""
-    return triton_gated_rms_norm_quantize(o, z, weight, eps, None, True)[0]
+implements("gated_rms_norm", "triton")(lambda *operands: triton_gated_rms_norm_quantize(*operands, None, True)[0])
 
 
 @implements("gated_rms_norm_backward", "triton")
@@ -156,19 +145,8 @@ def triton_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     dw = torch.empty(programs, width, dtype=torch.float32, device=o.device)
     if tokens:
         _gated_norm_backward_kernel[(programs,)](
-            as_type(dy, torch.bfloat16).contiguous(),
-            o,
-            z,
-            weight.contiguous(),
-            do,
-            dz,
-            dw,
-            eps,
-            tokens * heads,
-            heads,
-            heads_each,
-            z.stride(0),
-            z.stride(1),
+            *(as_type(dy, torch.bfloat16).contiguous(), o, z, weight.contiguous(), do, dz, dw),
+            *(eps, tokens * heads, heads, heads_each, *z.stride()[:2]),
             HEADS=_BACKWARD_HEADS,
             num_warps=_WARPS,
         )

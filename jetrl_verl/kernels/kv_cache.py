@@ -157,16 +157,8 @@ def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tenso
     return qdata[0], scales[0], qdata[1], scales[1], *out
 
 
-@implements("quantize_kv", "triton")
-def triton_quantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As :func:`reference_quantize_kv`, in one launch."""
-    return _quantize(k, v, True)
-
-
-@implements("quantize_dequantize_kv", "triton")
-def triton_quantize_dequantize_kv(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`reference_quantize_dequantize_kv`, in one launch."""
-    return _quantize(k, v, False)[4:]
+implements("quantize_kv", "triton")(lambda k, v: _quantize(k, v, True))
+implements("quantize_dequantize_kv", "triton")(lambda k, v: _quantize(k, v, False)[4:])
 
 
 @jit

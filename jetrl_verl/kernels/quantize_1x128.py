@@ -187,16 +187,8 @@ def _launch_both(x: torch.Tensor, rule: str, with_rowwise: bool) -> tuple[Quanti
     return rowwise, colwise
 
 
-@implements("quantize_1x128_and_128x1", "triton")
-def triton_quantize_1x128_and_128x1(x: torch.Tensor, rule: str) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """As :func:`jetrl_verl.reference.quantize_1x128_and_128x1`; memory layouts as in results.py."""
-    return _launch_both(x, rule, with_rowwise=True)
-
-
-@implements("quantize_128x1", "triton")
-def triton_quantize_128x1(x: torch.Tensor, rule: str) -> QuantizedTensor:
-    """As :func:`jetrl_verl.reference.quantize_128x1`; memory layouts as in results.py."""
-    return _launch_both(x, rule, with_rowwise=False)[1]
+implements("quantize_1x128_and_128x1", "triton")(lambda x, rule: _launch_both(x, rule, with_rowwise=True))
+implements("quantize_128x1", "triton")(lambda x, rule: _launch_both(x, rule, with_rowwise=False)[1])
 
 
 def _fake(x: torch.Tensor, rule: str) -> QuantizedTensor:

@@ -62,15 +62,14 @@ class Quantizing:
             result, rowwise = lookup(quantizing, first.device)(first, *rest)
             return first.new_empty(0) if result is None else result, rowwise
 
+        def probe_quantizing(inputs: Any) -> QuantizedTensor:
+            return self.quantized(*probe(inputs), rule="fp32", requested=False)
+
         implements(quantizing, "reference")(reference_quantizing)
-        probes = [{}, {}]
-        if probe is not None:
-            probes[0]["probe"] = lambda inputs: self(*probe(inputs))
-            probes[1]["probe"] = lambda inputs: self.quantized(*probe(inputs), rule="fp32", requested=False)
-        results = "(Tensor, Quantized)"
-        schemas = f"{name}({arguments}) -> Tensor", f"{quantizing}({arguments}, str rule, bool requested) -> {results}"
-        self.plain = operator(schemas[0], fake=fake, **probes[0])(run)
-        self.quantize = operator(schemas[1], fake=fake_quantizing, **probes[1])(run_quantizing)
+        probes = (lambda inputs: self(*probe(inputs)), probe_quantizing) if probe is not None else (None, None)
+        self.plain = operator(f"{name}({arguments}) -> Tensor", fake=fake, probe=probes[0])(run)
+        schema = f"{quantizing}({arguments}, str rule, bool requested) -> (Tensor, Quantized)"
+        self.quantize = operator(schema, fake=fake_quantizing, probe=probes[1])(run_quantizing)
         self.backward = backward
 
     def __call__(self, *operands: Any) -> torch.Tensor:

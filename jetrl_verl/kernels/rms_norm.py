@@ -20,7 +20,7 @@ from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.e4m3 import GROUP, is_pow2, quantize_groups
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
-from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import empty_rowwise, fake_rowwise, require_groups
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.views import as_rows, as_type
@@ -276,14 +276,7 @@ def triton_rms_norm_backward(dy, x, weight, rstd, unit_offset: bool = False) -> 
     partial = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     if count:
         _backward_kernel[(programs,)](
-            gradients,
-            rows,
-            weight.contiguous(),
-            rstd.contiguous(),
-            dx,
-            partial,
-            count,
-            rows_each,
+            *(gradients, rows, weight.contiguous(), rstd.contiguous(), dx, partial, count, rows_each),
             K=k,
             TILE=tile,
             ROWS=at_once,
@@ -374,15 +367,11 @@ def _add_rms_norm_quantize(
     return y if with_normed else x.new_empty(0), total, quantized
 
 
-@operator(
+rms_norm_backward = dispatched(
     "rms_norm_backward(Tensor dy, Tensor x, Tensor weight, Tensor rstd, bool unit_offset=False) -> (Tensor, Tensor)",
     fake=lambda dy, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=torch.float32)),
 )
-def rms_norm_backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rstd: torch.Tensor, unit_offset: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """dx BF16 and dw FP32."""
-    return lookup("rms_norm_backward", x.device)(dy, x, weight, rstd, unit_offset)
+"""dx BF16 and dw FP32."""
 
 
 # --- functions --------------------------------------------------------------------------------------------------------

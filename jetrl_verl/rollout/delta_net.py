@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's gated delta nets with the shared operations, and the decoder layer of its hybrid models.
+"""vLLM's hybrid models with the shared operations: gated delta nets, attention with an output gate, decoder layers.
 
 One operator updates a layer's states for all requests of a step, prompts and decodes alike. Like vLLM's it gets states
 and requests by the layer's name from the forward's context, so vLLM must cut a compiled model at it
@@ -19,6 +19,8 @@ from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.delta_net import HEAD, TAPS
 from jetrl_verl.rollout import vllm_compat as vllm
+from jetrl_verl.rollout.handoff import ReadByLinear
+from jetrl_verl.rollout.qk_norm import SharedHeads
 
 REACHES = (
     "vllm.forward_context:ForwardContext.attn_metadata",
@@ -28,7 +30,9 @@ REACHES = (
 )
 """What this file uses of vLLM through values, or relies on; scripts/reach.py watches it."""
 
-_stock, _backend, _hybrid = vllm.hybrid_modules()
+_stock = vllm.gated_delta_net()
+_backend = vllm.gated_delta_net_backend()
+_hybrid = vllm.hybrid_decoder()
 
 
 @dataclass
@@ -185,7 +189,27 @@ class SharedHybridLayer(_hybrid.Qwen3_5DecoderLayer):
         return self.mlp(hidden_states), residual
 
 
+class SharedGatedAttention(SharedHeads, ReadByLinear, _hybrid.Qwen3NextAttention):
+    """Qwen3.5's attention, whose merged projection has, for each head, a query and then its gate.
+
+    It returns its result; vLLM's own may write into an argument instead.
+    """
+
+    def check(self) -> None:
+        super().check()
+        if not self.attn_output_gate:
+            refuse("operation_replaced_in_vllm", what="an attention without its output gate")
+
+    def before_output(self, out: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor | QuantizedTensor:
+        heads = qkv[:, : 2 * self.q_size].unflatten(1, (self.num_heads, 2, -1))
+        operands = out.unflatten(1, (self.num_heads, -1)), heads[:, :, 1]
+        if self.reader_format is None:
+            return kernels.sigmoid_mul(*operands)
+        return self.reader_format.sigmoid_mul(*operands, self.reader_rule, with_product=self.keeps_rows)
+
+
 SHARED: dict[type, type] = {
+    _hybrid.Qwen3NextAttention: SharedGatedAttention,
     _stock.QwenGatedDeltaNetAttention: SharedDeltaNet,
     _hybrid.Qwen3_5DecoderLayer: SharedHybridLayer,
 }

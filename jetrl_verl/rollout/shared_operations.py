@@ -178,13 +178,6 @@ def _share(module: torch.nn.Module, classes: Mapping[type, type] = _SHARED) -> N
         module._forward_method = module._forward_shared
 
 
-def _hybrid_classes() -> dict[type, type]:
-    # The modules import classes of vLLM that touch the GPU, which a loaded hybrid has done already.
-    from jetrl_verl.rollout import delta_net, gated_attention
-
-    return delta_net.SHARED | gated_attention.SHARED
-
-
 def _own_rotary(stock: vllm.RotaryEmbeddingBase, config: Any) -> vllm.RotaryEmbeddingBase:
     """A copy with the shared table; vLLM keeps ``stock`` for every engine of the process."""
     own = copy.copy(stock)
@@ -238,7 +231,12 @@ def share_operations(
     share_attention_layers(model, kv_cache)
     decoder = family(config)
     _check_norm(decoder.module(model, decoder.final_norm), decoder)
-    classes = _SHARED if decoder.delta_net is None else _SHARED | _hybrid_classes()
+    classes = _SHARED
+    if decoder.delta_net is not None:
+        # Imports classes of vLLM that touch the GPU, which a loaded hybrid has done already.
+        from jetrl_verl.rollout.delta_net import SHARED
+
+        classes = _SHARED | SHARED
     for layer, names in decoder.named_layers(model):
         part = layer.get_submodule
         for norm in names.norms:

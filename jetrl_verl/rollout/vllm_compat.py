@@ -108,14 +108,25 @@ def flash_attention() -> ModuleType:
     return flash_attn
 
 
-def hybrid_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
-    """vLLM's modules of the gated delta net, which asks a GPU for its name when it is imported, of its attention
-    backend, and of Qwen3.5."""
+def gated_delta_net() -> ModuleType:
+    """The module of vLLM's gated delta net; it asks a GPU for its name when it is imported."""
     from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
-    from vllm.model_executor.models import qwen3_5
+
+    return qwen_gdn_linear_attn
+
+
+def gated_delta_net_backend() -> ModuleType:
+    """The module of its attention backend."""
     from vllm.v1.attention.backends import gdn_attn
 
-    return qwen_gdn_linear_attn, gdn_attn, qwen3_5
+    return gdn_attn
+
+
+def hybrid_decoder() -> ModuleType:
+    """The module of vLLM's Qwen3.5, which imports that of the gated delta net."""
+    from vllm.model_executor.models import qwen3_5
+
+    return qwen3_5
 
 
 def flash_pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -26,8 +26,8 @@ from jetrl_verl.train.shared_operations import share_operations
 from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
-VOCABULARY, TOKENS = 100, 90
-"""Rows of lm_head, and how many of them have a token: the others may never be sampled."""
+VOCABULARY, TOKENS, BANNED = 100, 90, [88, 89]
+"""Rows of lm_head, how many of them have a token, and which tokens are, as the others, never sampled."""
 SHAPE = dict(vocab_size=VOCABULARY, hidden_size=256, intermediate_size=384, max_position_embeddings=256)
 CHANGES = {
     "llama": dict(head_dim=256),
@@ -79,7 +79,7 @@ def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> t
         parameter.data = parameter.data.to(torch.bfloat16)
     replace_linears(model, plan_linears(model.config, tp=tp), scale_rule=RULE)
     share_operations(model, kv_cache)
-    mask_unused_vocabulary(model, TOKENS)
+    mask_unused_vocabulary(model, TOKENS, BANNED)
     return model
 
 
@@ -99,7 +99,7 @@ def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "
     probe = formats.get("fp8").probe(device, RULE)
     if operations == "shared":
         share_operations(model)
-    mask_unused_vocabulary(model, TOKENS)
+    mask_unused_vocabulary(model, TOKENS, BANNED)
     facts = dict(operations=stated, constants=stated_constants(model))
     return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts))
 
@@ -177,7 +177,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
             settings = {"mode": "DYNAMO_TRACE_ONCE", "backend": backend, "splitting_ops": list(VLLMS_SPLITTING)}
             compiled = dict(enforce_eager=False, compilation_config=settings)
         llm, worker = vllm_engine.start(folder, options, load_format="dummy", **crowded(request.param), **compiled)
-        worker.monkey_patch_model(TOKENS)
+        worker.monkey_patch_model(TOKENS, BANNED)
         engine = Rollout(request.param, llm, worker)
         engine.watch()
         yield engine
@@ -188,9 +188,9 @@ def rollout(request, tmp_path_factory, cpu_platform):
 
 def prompts_with_shared_prefixes(seed: int) -> list[list[int]]:
     chance = random.Random(seed)
-    prefix = [chance.randrange(TOKENS) for _ in range(64)]
-    prompts = [[chance.randrange(TOKENS) for _ in range(n)] for n in (1, 3, 17, 33, 80, 60, 5, 40)]
-    return prompts + [prefix + [chance.randrange(TOKENS) for _ in range(n)] for n in (1, 9, 20, 2)]
+    prefix = [chance.randrange(BANNED[0]) for _ in range(64)]
+    prompts = [[chance.randrange(BANNED[0]) for _ in range(n)] for n in (1, 3, 17, 33, 80, 60, 5, 40)]
+    return prompts + [prefix + [chance.randrange(BANNED[0]) for _ in range(n)] for n in (1, 9, 20, 2)]
 
 
 def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[float], packed: bool) -> list[torch.Tensor]:
@@ -245,7 +245,7 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     again = rollout.generate(prompts, temperatures)
     rollout.check_crowded(outputs + again)
     assert rollout.draws >= 80, "each of two times 40 tokens is drawn by the shared sampler"
-    assert all(token < TOKENS for output in outputs for token in output.outputs[0].token_ids)
+    assert all(token < BANNED[0] for output in outputs for token in output.outputs[0].token_ids)
 
     model = build_trainer(rollout.family, seed)
     with torch.no_grad():

@@ -35,7 +35,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         kv_cache_memory_bytes=2**28,  # fixed: other jobs may use the GPU
         **checks.crowded(family),
     )
-    worker.monkey_patch_model(checks.TOKENS)
+    worker.monkey_patch_model(checks.TOKENS, checks.BANNED)
     rollout = checks.Rollout(family, llm, worker)
     rollout.watch()
     torch.set_default_device("cuda")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import vllm_engine
 from test_exact_rollout_on_cpu import (
+    BANNED,
     TEMPERATURES,
     TOKENS,
     Rollout,
@@ -43,7 +44,7 @@ def rollout(request, tmp_path_factory, cpu_platform):
         from vllm.distributed import cleanup_dist_env_and_memory
 
         llm, worker = start(tmp_path_factory.mktemp("fp8_cache"), request.param)
-        worker.monkey_patch_model(TOKENS)
+        worker.monkey_patch_model(TOKENS, BANNED)
         engine = Rollout(FAMILY, llm, worker)
         engine.watch()
         yield engine

@@ -55,7 +55,7 @@ def load(worker, family: str) -> int:
         quantized, scale_rule=checks.RULE, probe=1, ranks=worker.vllm_config.parallel_config.tensor_parallel_size
     )
     receiver.verify(live_tensors(model), scale_rule=checks.RULE, probe=1)
-    monkey_patch_compute_logits(model, checks.TOKENS)
+    monkey_patch_compute_logits(model, checks.TOKENS, checks.BANNED)
     return sum(isinstance(module, OrderedRowParallelLinear) for module in model.modules())
 
 

@@ -53,13 +53,8 @@ class PolicyConfig:
                 raise ValueError(f"{name}={size} is not a multiple of {_BLOCK}, the FP8 block; choose a multiple")
 
 
-_ROPE = {
-    "rope_type": "default",
-    "rope_theta": 1e7,
-    "partial_rotary_factor": 0.25,
-    "mrope_section": [11, 11, 10],
-    "mrope_interleaved": True,
-}
+_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+_ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 """Of Qwen3.5 as it is published."""
 
 POLICIES = {
@@ -95,18 +90,11 @@ def build_tokenizer():
 def build_model(config: PolicyConfig, tokenizer):
     """The untrained policy with FP32 weights from ``config.seed``; the global random state does not change."""
     import torch
-    from transformers import (
-        Qwen3_5Config,
-        Qwen3_5ForConditionalGeneration,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-    )
+    import transformers as hf
 
-    config_class, model_class, fields = Qwen3Config, Qwen3ForCausalLM, {}
+    config_class, model_class, fields = hf.Qwen3Config, hf.Qwen3ForCausalLM, {}
     if config.experts:
-        config_class, model_class = Qwen3MoeConfig, Qwen3MoeForCausalLM
+        config_class, model_class = hf.Qwen3MoeConfig, hf.Qwen3MoeForCausalLM
         fields = {
             "num_experts": config.experts,
             "num_experts_per_tok": config.experts_per_token,
@@ -114,7 +102,7 @@ def build_model(config: PolicyConfig, tokenizer):
             "norm_topk_prob": True,
         }
     if config.delta_heads:
-        model_class, config_class = Qwen3_5ForConditionalGeneration, partial(_hybrid_config, Qwen3_5Config)
+        model_class, config_class = hf.Qwen3_5ForConditionalGeneration, partial(_hybrid_config, hf.Qwen3_5Config)
         fields = {
             "layer_types": ["linear_attention"] * (config.layers - 1) + ["full_attention"],
             "linear_num_key_heads": config.delta_heads // 2,

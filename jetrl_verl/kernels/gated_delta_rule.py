@@ -3,8 +3,8 @@
 """The gated delta rule (reference/delta_net.py): l2 norms of queries and keys, gates, and one step per token.
 
 ``gated_delta_rule`` computes whole sequences, ``gated_delta_rule_update`` continues those of a rollout's slots: the
-same bits, wherever a sequence is cut. The gradient is computed by chunks of 64 tokens from the saved inputs, by
-flash-linear-attention on a GPU where it is installed.
+same bits, wherever a sequence is cut. The gradient is computed by chunks of 64 tokens from the saved inputs: on a CPU
+in FP32, on a GPU by flash-linear-attention where it is installed, else by gated_delta_rule_gradient.py.
 """
 
 from collections.abc import Callable
@@ -21,6 +21,7 @@ from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.device.elementary import numbers_of, prefetch, sigmoid, softplus
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
+from jetrl_verl.kernels.gated_delta_rule_gradient import Gradients, gated_delta_rule_backward
 from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
@@ -29,13 +30,6 @@ from jetrl_verl.reference import delta_net
 from jetrl_verl.reference.delta_net import HEAD, L2_EPS, LINEAR_SOFTPLUS, heads_of
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
-
-CHUNK = 64
-"""Tokens of a chunk of the gradient."""
-_SCAN_COLUMNS = 16
-"""Columns of the states that a program of the gradient advances."""
-_STATE_BYTES = 2**27
-"""Of FP32 states whose gradient is computed at once, in some twenty times as much memory; heads are independent."""
 
 # --- reference --------------------------------------------------------------------------------------------------------
 
@@ -337,153 +331,6 @@ def triton_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tens
 
 # --- gradient ---------------------------------------------------------------------------------------------------------
 
-Gradients = tuple[torch.Tensor, ...]
-
-
-def _gates(b, a, a_log, dt_bias) -> tuple[torch.Tensor, torch.Tensor]:
-    """``delta_net.gates`` for autograd."""
-    return -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
-
-
-@jit(do_not_specialize=["chunks", "heads"])
-def _scan_kernel(
-    matrices_ptr, added_ptr, resets_ptr, states_ptr, chunks, heads, stride_row, stride_column,
-    REVERSE: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    head, row, inner = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)[None, :], tl.arange(0, WIDTH)[:, None]
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[:, None]
-    state = tl.zeros((COLUMNS, WIDTH), tl.float32)  # transposed: few rows are a tile of a tensor core
-    for step in range(0, chunks):
-        chunk = chunks - 1 - step if REVERSE else step
-        state = tl.where(tl.load(resets_ptr + chunk) != 0, 0.0, state)
-        place = (head + chunk * heads) * WIDTH * WIDTH
-        tl.store(states_ptr + place + row * WIDTH + column, state)
-        matrix = tl.load(matrices_ptr + place + row * stride_row + inner * stride_column)
-        added = tl.load(added_ptr + place + row * WIDTH + column)
-        state = tl.dot(state, matrix, added, input_precision="tf32x3")  # three products of TF32, to FP32 accuracy
-
-
-def triton_scan(matrices: torch.Tensor, added: torch.Tensor, resets: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """As :func:`torch_scan`, in one launch; FP32."""
-    states, added = torch.empty(added.shape, dtype=torch.float32, device=added.device), added.contiguous()
-    chunks, heads, width, _ = added.shape
-    _scan_kernel[(heads, width // _SCAN_COLUMNS)](
-        matrices,
-        added,
-        resets.to(torch.int32),
-        states,
-        chunks,
-        heads,
-        matrices.stride(2),
-        matrices.stride(3),
-        REVERSE=reverse,
-        COLUMNS=_SCAN_COLUMNS,
-        WIDTH=width,
-        num_warps=8,
-        num_stages=2,
-    )
-    return states
-
-
-def torch_scan(matrices: torch.Tensor, added: torch.Tensor, resets: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """States before each chunk, zero where ``resets``, of ``S' = matrix S + added``; after each chunk in ``reverse``.
-
-    Args:
-        matrices, added: ``[chunks, H, 128, 128]``; matrices may be transposed. resets: ``[chunks]``.
-    """
-    states, state, zero = torch.empty_like(added), torch.zeros_like(added[0]), added.new_zeros(())
-    for chunk in reversed(range(len(added))) if reverse else range(len(added)):
-        torch.where(resets[chunk], zero, state, out=states[chunk])
-        torch.baddbmm(added[chunk], matrices[chunk], states[chunk], out=state)
-    return states
-
-
-class _States(torch.autograd.Function):
-    """States before each chunk, ``S' = carry S + added``, zero where a sequence begins."""
-
-    @staticmethod
-    def forward(ctx, carry: torch.Tensor, added: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-        ctx.scan = triton_scan if carry.is_cuda else torch_scan
-        states = ctx.scan(carry, added, begins[:-1], False)
-        ctx.save_for_backward(carry, states, begins)
-        return states
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dstates: torch.Tensor):
-        carry, states, begins = ctx.saved_tensors
-        dadded = ctx.scan(carry.mT, dstates, begins[1:], True)
-        return dadded @ states.mT, dadded, None
-
-
-def rule_by_chunks(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, cu_seqlens: torch.Tensor
-) -> torch.Tensor:
-    """The recurrence by chunks, for autograd: products of matrices in a chunk, one step per chunk for the state.
-
-    Let G be the sum of g up to a row of a chunk, S the state before the chunk, and A_tj = beta_t (k_t k_j) exp(G_t -
-    G_j) for j < t. The rows that the chunk adds to the state are u - w S, with (I + A) [u, w] = beta [v, exp(G) k], so
-    the state after it is affine in S (Yang et al., arXiv 2412.06464, section 3.3).
-
-    Args:
-        q, k, v: ``[T, H, 128]``, normed and scaled, of one type. g, beta: ``[T, H]``. cu_seqlens: ``[B + 1]``.
-
-    Returns:
-        o ``[T, H, 128]``.
-    """
-    sequence, place = delta_net.places(cu_seqlens, len(q))
-    chunks_before = F.pad(((cu_seqlens.diff() + CHUNK - 1) // CHUNK).cumsum(0), (1, 0))
-    row = chunks_before[sequence] * CHUNK + place
-    # At least as many as there are, known without waiting for the device.
-    chunks = ceil_div(len(q), CHUNK) + len(cu_seqlens) - 1
-    # [chunks, H, 64, ...]; a row without a token has zeros, which change nothing.
-    q, k, v, g, beta = (
-        x.new_zeros(chunks * CHUNK, *x.shape[1:]).index_copy(0, row, x).unflatten(0, (chunks, CHUNK)).transpose(1, 2)
-        for x in (q, k, v, g, beta)
-    )
-    begins = torch.zeros(chunks + 1, dtype=torch.bool, device=q.device).index_fill_(0, chunks_before, True)
-
-    # In float64, since differences of large sums are what counts.
-    total = g.double().cumsum(-1)
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(g.dtype)
-    decay = between.masked_fill(later, -torch.inf).exp()
-    since_begin = total.to(g.dtype).exp().unsqueeze(-1)
-    until_end = (total[..., -1:] - total).to(g.dtype).exp().unsqueeze(-1)
-    weighted = k * beta.unsqueeze(-1)
-    inner = (weighted @ k.mT * decay).tril(-1)
-    both = torch.cat([v * beta.unsqueeze(-1), weighted * since_begin], dim=-1)
-    # The diagonal of ones is not read.
-    u, w = torch.linalg.solve_triangular(inner, both, upper=False, unitriangular=True).split(HEAD, dim=-1)
-    at_end = (k * until_end).mT
-    carry = torch.diag_embed(since_begin[..., -1:, 0].expand(*k.shape[:2], HEAD)) - at_end @ w
-    added = at_end @ u
-    state = _States.apply(carry, added, begins)
-    o = (q * since_begin) @ state + (q @ k.mT * decay) @ (u - w @ state)
-    return o.transpose(1, 2).flatten(0, 1).index_select(0, row)
-
-
-def chunk_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
-    """Gradients of qkv, b, a, a_log and dt_bias in FP32, by torch's operators."""
-    q, k, v = heads_of(qkv, b.shape[1])
-    group = v.shape[1] // q.shape[1]
-    bytes_of_head = (ceil_div(len(qkv), CHUNK) + len(cu_seqlens)) * group * HEAD * HEAD * 4
-    at_once = max(1, _STATE_BYTES // bytes_of_head)
-    parts = []
-    for first in range(0, q.shape[1], at_once):
-        keys = slice(first, first + at_once)
-        values = slice(first * group, (first + at_once) * group)
-        of_heads = q[:, keys], k[:, keys], v[:, values], b[:, values], a[:, values], a_log[values], dt_bias[values]
-        with torch.enable_grad():
-            leaves = [x.detach().float().requires_grad_() for x in of_heads]
-            q_, k_ = (x * (x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for x in leaves[:2])
-            q_, k_ = (x.repeat_interleave(group, dim=1) for x in (q_ * HEAD**-0.5, k_))
-            o = rule_by_chunks(q_, k_, leaves[2], *_gates(*leaves[3:]), cu_seqlens)
-        parts.append(torch.autograd.grad(o, leaves, do[:, values].float()))
-    dq, dk, dv, db, da, da_log, ddt_bias = zip(*parts, strict=True)
-    dqkv = torch.cat([x.flatten(1) for x in (*dq, *dk, *dv)], dim=1)
-    return dqkv, torch.cat(db, dim=1), torch.cat(da, dim=1), torch.cat(da_log), torch.cat(ddt_bias)
-
 
 @cache
 def _fla_rule() -> Callable | None:
@@ -501,12 +348,13 @@ def _fla_rule() -> Callable | None:
 
 
 def fla_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
-    """As :func:`chunk_gradients` by flash-linear-attention, whose products round their operands to BF16."""
+    """As ``gated_delta_rule_backward`` by flash-linear-attention, whose products round their operands to BF16."""
     with torch.enable_grad():
         leaves = [x.requires_grad_() for x in (qkv.detach(), *(x.detach().float() for x in (b, a, a_log, dt_bias)))]
         q, k, v = heads_of(leaves[0], b.shape[1])
         q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))
-        g, beta = _gates(*leaves[1:])
+        b, a, a_log, dt_bias = leaves[1:]
+        g, beta = -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
         batch = (x[None].contiguous() for x in (q, k, v, g, beta.to(q.dtype)))
         # The caller's own tensor of boundaries, by which fla caches what it derives from them.
         o, _ = _fla_rule()(*batch, scale=HEAD**-0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
@@ -593,11 +441,12 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do: torch.Tensor):
         (qkv, b, a), (a_log, dt_bias, cu_seqlens) = ctx.saved_tensors, kept(ctx)
-        gradients = fla_gradients if qkv.is_cuda and _fla_rule() is not None else chunk_gradients
+        with_fla = qkv.is_cuda and _fla_rule() is not None
+        gradients = fla_gradients if with_fla else gated_delta_rule_backward
         rounded = (x.to(torch.bfloat16) for x in (a_log, dt_bias))
         with torch.autocast(qkv.device.type, enabled=False):  # products stay FP32
             dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
-        return as_type(dqkv, qkv.dtype), db, da, as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None
+        return dqkv, db, da, as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None
 
 
 def gated_delta_rule(

@@ -3,7 +3,6 @@
 """A gated delta net's operations on the CPU: equal bits wherever a sequence is cut, values, gradients."""
 
 import random
-import sys
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from jetrl_verl import kernels
+from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
 
-rule = sys.modules["jetrl_verl.kernels.gated_delta_rule"]  # the package's attribute is the function
 LENGTHS = (131, 1, 2, 64, 3, 70)
 KEYS, HEADS, EPS = 2, 4, 1e-6
 COLUMNS = (2 * KEYS + HEADS) * 128
@@ -146,11 +145,11 @@ def test_the_gradient_of_the_rule_by_chunks_has_fp32_accuracy(lengths):
     q, k, v, do = (torch.randn(sum(lengths), 3, 128, generator=generator) for _ in range(4))
     g, beta = (torch.rand(sum(lengths), 3, generator=generator) for _ in range(2))
     values = F.normalize(q, dim=-1) / 8, F.normalize(k, dim=-1), v, g * torch.tensor([-1e-4, -1.0, -30.0]), beta
-    leaves, exact = ([x.to(dtype).requires_grad_() for x in values] for dtype in (torch.float32, torch.float64))
-    o = rule.rule_by_chunks(*leaves, sequences(*lengths))
+    exact = [x.double().requires_grad_() for x in values]
+    got = gradient.rule_gradients(do, *values, sequences(*lengths))
     parts = [part for part in zip(*(x.split(lengths) for x in exact), strict=True) if len(part[0])]
     want = torch.cat([recurrence(*part) for part in parts])
-    for x, y in zip((o, *torch.autograd.grad(o, leaves, do)), (want, *torch.autograd.grad(want, exact, do.double()))):
+    for x, y in zip(got, torch.autograd.grad(want, exact, do.double()), strict=True):
         by_head = [t.detach().transpose(0, 1).flatten(1) for t in (x - y, y)]
         assert (by_head[0].norm(dim=1) <= 1e-6 * by_head[1].norm(dim=1)).all()
 
@@ -158,7 +157,7 @@ def test_the_gradient_of_the_rule_by_chunks_has_fp32_accuracy(lengths):
 @pytest.mark.parametrize("bytes_at_once", [2**27, 1])
 def test_gradients_of_the_layer(monkeypatch, bytes_at_once):
     """Heads at once, and one by one under autocast. NaN in the first sequence reaches no other one."""
-    monkeypatch.setattr(rule, "_STATE_BYTES", bytes_at_once)
+    monkeypatch.setattr(gradient, "_STATE_BYTES", bytes_at_once)
     values, lengths, dy = inputs(139), [70, 3, 66], normal(139, HEADS * 128, seed=9)
     leaves, exact = (
         [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in values] for dtype in (None, torch.double)

@@ -6,8 +6,10 @@ import re
 import sys
 
 import pytest
-from test_triton_for_hopper import ptx_for_hopper
+from machine_code import disassembled
+from test_triton_for_hopper import compiled_for_hopper, ptx_for_hopper
 
+from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
 from jetrl_verl.kernels.block_sums import _many_kernel, _one_kernel
 from jetrl_verl.kernels.draw import _draw_kernel, _rank_kernel
 from jetrl_verl.kernels.log_probs import (
@@ -166,3 +168,29 @@ def test_a_token_of_the_delta_rule_waits_for_no_other_warp():
     assert lanes == [12, 24, 12 + 9]
     shared = {"HEADS": 2, "TOKENS": rule._TOKENS} | {name: rule._LAYOUT[name] for name in ("LANES", "WARPS", "WORDS")}
     assert ptx_for_hopper(rule._shared_kernel, OF_THE_RULE, shared, num_warps=4).count("shfl.sync.bfly") == 9
+
+
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        ("places", {"num_warps": 4}),
+        ("prepare", gradient._PREPARE),
+        ("states", gradient._SCAN),
+        ("reverse", gradient._SCAN),
+        ("gradients", gradient._OF_CHUNKS),
+        ("queries_and_keys", gradient._OF_CHUNKS),
+    ],
+)
+def test_the_gradient_of_the_delta_rule_spills_no_register(tmp_path, name, launch):
+    """Two programs with two stages of copies share a multiprocessor's 228 KiB, of which each wastes one."""
+    kernel, options = getattr(gradient, f"_{name}_kernel"), {n: x for n, x in launch.items() if n.islower()}
+    of_rule = dict.fromkeys(("cu_ptr", "places_ptr"), "*i32") | dict.fromkeys(
+        ("b_ptr", "a_ptr", "norms_ptr", "gates_ptr", "db_ptr", "da_ptr", "of_heads_ptr"), FP32
+    )
+    types = {n: of_rule.get(n, BF16 if n.endswith("_ptr") else "i32") for n in kernel.arg_names}
+    constants = {n: x for n, x in launch.items() if n.isupper()}
+    compiled, cubin = compiled_for_hopper(kernel, types, constants, **options), tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    assert not re.search(r"\b(STL|LDL|ATOM\w*|RED)\b", disassembled(cubin))
+    assert compiled.metadata.shared <= 113 * 2**10
+    assert ("wgmma" in compiled.asm["ptx"]) == (name != "places")

@@ -54,6 +54,7 @@ class Published:
         config: name of its class in transformers. fields: what its ``config.json`` says of shapes and positions.
         words, tokens: entries of the tokenizer without and with special ones; ``special`` come right after the words.
         bos, eos, pad: of ``special``. chat: template, None where the published tokenizer has none.
+        tower: what ``config.json`` says of the vision tower, beside which ``fields`` are the text's; None without one.
     """
 
     config: str
@@ -65,6 +66,7 @@ class Published:
     eos: str
     pad: str
     chat: str | None
+    tower: dict[str, Any] | None = None
 
 
 def _qwen3(**fields: Any) -> Published:
@@ -81,7 +83,32 @@ def _qwen3_moe(**fields: Any) -> Published:
     return Published(**{**vars(dense), "config": "Qwen3MoeConfig"})
 
 
+def _qwen3_5(tower: dict[str, Any], **fields: Any) -> Published:
+    """Three layers with a delta net, then one with attention; rotary over a quarter of heads of 256."""
+    heads = dict(num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256)
+    linear = dict(linear_num_key_heads=16, linear_num_value_heads=32, full_attention_interval=4)
+    rotary = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
+    rotary |= dict(mrope_section=[11, 11, 10], mrope_interleaved=True)
+    every = {"vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, **heads, **linear, **fields}
+    every |= dict(rope_parameters=rotary, mamba_ssm_dtype="float32")
+    tower |= dict(out_hidden_size=fields["hidden_size"], num_heads=16)
+    ends = (QWEN_SPECIAL, None, "<|im_end|>", "<|endoftext|>", CHATML)
+    return Published("Qwen3_5Config", every, 248044, 248077, *ends, tower)
+
+
 PUBLISHED: dict[str, Published] = {
+    "qwen3_5_4b": _qwen3_5(
+        dict(depth=24, hidden_size=1024, intermediate_size=4096),
+        hidden_size=2560,
+        intermediate_size=9216,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_9b": _qwen3_5(
+        dict(depth=27, hidden_size=1152, intermediate_size=4304),
+        hidden_size=4096,
+        intermediate_size=12288,
+        tie_word_embeddings=False,
+    ),
     "qwen3_30b_a3b": _qwen3_moe(
         hidden_size=2048,
         intermediate_size=6144,
@@ -126,6 +153,28 @@ PUBLISHED: dict[str, Published] = {
         QWEN_SPECIAL,
         None,
         "<|endoftext|>",
+        "<|endoftext|>",
+        CHATML,
+    ),
+    "qwen2_5_0_5b": Published(
+        "Qwen2Config",
+        dict(
+            vocab_size=151936,
+            hidden_size=896,
+            intermediate_size=4864,
+            num_hidden_layers=24,
+            num_attention_heads=14,
+            num_key_value_heads=2,
+            max_position_embeddings=32768,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            tie_word_embeddings=True,
+        ),
+        151643,
+        151665,
+        QWEN_SPECIAL,
+        None,
+        "<|im_end|>",
         "<|endoftext|>",
         CHATML,
     ),
@@ -185,7 +234,13 @@ PUBLISHED: dict[str, Published] = {
 proportions of ``qwen3_30b_a3b``."""
 
 
-_TYPES = {"Qwen2Config": "qwen2", "Qwen3Config": "qwen3", "Qwen3MoeConfig": "qwen3_moe", "LlamaConfig": "llama"}
+_TYPES = {
+    "Qwen2Config": "qwen2",
+    "Qwen3Config": "qwen3",
+    "Qwen3MoeConfig": "qwen3_moe",
+    "Qwen3_5Config": "qwen3_5",
+    "LlamaConfig": "llama",
+}
 
 
 def fields_of(name: str, layers: int | None = None) -> dict[str, Any]:
@@ -225,6 +280,9 @@ def tiny(published: Published, ranks: int = 1) -> Published:
         num_attention_heads=max(2, ranks),
         num_key_value_heads=1,
     )
+    if published.tower:  # a hybrid: one layer of each kind
+        heads = dict(linear_num_key_heads=max(1, ranks // 2), linear_num_value_heads=max(2, ranks))
+        fields |= dict(full_attention_interval=2, **heads)
     if "num_experts" in fields:
         fields |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128 * ranks)
     return Published(**{**vars(published), "fields": fields, "words": TINY_WORDS, "tokens": TINY_WORDS + extra})
@@ -268,16 +326,17 @@ def write_model(
 
     tokenizer = build_tokenizer(published)
     fields = published.fields | ({"num_hidden_layers": layers} if layers else {})
-    config = getattr(transformers, published.config)(
-        **fields,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    fields |= {name: getattr(tokenizer, name) for name in names}
+    automatic = transformers.AutoModelForCausalLM
+    if published.tower:
+        automatic, tied = transformers.AutoModelForImageTextToText, fields["tie_word_embeddings"]
+        fields = dict(text_config=fields, vision_config=published.tower, tie_word_embeddings=tied)
+    config = getattr(transformers, published.config)(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = automatic.from_config(config, dtype=torch.bfloat16)
     if ends:
         # Words only: a special token may be part of a prompt.
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(ends - 1, published.words, ends)]

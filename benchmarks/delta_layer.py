@@ -8,7 +8,7 @@
 ``decode``: conv, rule and gated norm of one token of each request, each and together, captured in a CUDA graph of so
 many layers that states come from memory; GB/s counts a step's FP32 states, read and written once. ``forward`` and
 ``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens. ``backward``: the rule's gradient
-from its inputs by the two that a GPU has, with the memory that it takes beside its operands.
+from its inputs by the two that a GPU has, with the memory that it takes next to its operands.
 *vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
 flash-linear-attention's chunk rule. *chunks*: the rule by chunks of delta_chunks.py. Microseconds, medians.
 """

@@ -71,7 +71,7 @@ console = Console(width=150)
 
 
 class Launches:
-    """Counts in the place of kernels, and gives back memory that nobody wrote."""
+    """Counts calls instead of running kernels, and returns memory that nobody wrote."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

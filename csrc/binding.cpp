@@ -185,7 +185,7 @@ jetrl::ExpertOperand experts_operand(const Tensor& qdata, const Tensor& scales, 
   const jetrl::ExpertOperand w = jetrl::expert_operand(qdata.data_ptr(), experts, narrow(n), narrow(k), qdata.stride(0),
                                                        qdata.stride(1), of_first, scales.stride(0));
   STD_TORCH_CHECK(w.all.qdata != nullptr,
-                  "jetrl_native: experts must lie below each other in one matrix, or beside each other; make them "
+                  "jetrl_native: experts must lie below each other in one matrix, or next to each other; make them "
                   "contiguous.");
   narrow(experts * std::max(qdata.stride(0) / qdata.stride(1), n)), narrow(experts * k);
   return w;

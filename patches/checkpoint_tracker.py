@@ -30,7 +30,7 @@ def steps_in(folder: Path) -> Iterator[int]:
 def check_tracker(tracker: Path) -> int:
     """Step named by verl's tracker file; raises ``DamagedCheckpointError`` if that checkpoint is not next to it."""
     steps = sorted(steps_in(tracker.parent))
-    remedy = "there is no checkpoint beside it; start again with trainer.resume_mode=disable"
+    remedy = "there is no checkpoint next to it; start again with trainer.resume_mode=disable"
     if steps:
         available = ", ".join(map(str, steps))
         remedy = f"write the step of the newest complete checkpoint into it, of {available} in {tracker.parent}"

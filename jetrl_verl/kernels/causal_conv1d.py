@@ -236,9 +236,15 @@ def triton_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) 
         tile_tokens, tile_channels = _DECODE_TILE if tokens < _FEW_TOKENS * sequences else _TILE
         # Pointers of what is absent are never dereferenced.
         _conv_kernel[(sequences + ceil_div(tokens, tile_tokens), ceil_div(channels, tile_channels))](
-            *(x, _tap_words(weight)),
+            x,
+            _tap_words(weight),
             *((states, slots, computed) if paged else (x, cu_seqlens, cu_seqlens)),
-            *(cu_seqlens, y, tokens, sequences, channels, x.stride(0)),
+            cu_seqlens,
+            y,
+            tokens,
+            sequences,
+            channels,
+            x.stride(0),
             *(states.stride() if paged else (0, 0, 0)),
             int(paged),
             TOKENS=tile_tokens,
@@ -248,9 +254,10 @@ def triton_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) 
     return y
 
 
-implements("causal_conv1d", "triton")(
-    lambda x, weight, cu_seqlens: triton_causal_conv1d_update(x, weight, None, None, None, cu_seqlens)
-)
+@implements("causal_conv1d", "triton")
+def triton_causal_conv1d(x, weight, cu_seqlens) -> torch.Tensor:
+    """As :func:`reference_causal_conv1d`, by the update's kernel."""
+    return triton_causal_conv1d_update(x, weight, None, None, None, cu_seqlens)
 
 
 @implements("causal_conv1d_backward", "triton")
@@ -261,8 +268,16 @@ def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tens
     dw = torch.empty(tiles, channels, TAPS, dtype=torch.float32, device=x.device)
     if dx.numel():
         _conv_backward_kernel[(tiles, ceil_div(channels, _BACKWARD_CHANNELS))](
-            *(dy.to(torch.bfloat16).contiguous(), x, _tap_words(weight), cu_seqlens, dx, dw),
-            *(tokens, len(cu_seqlens) - 1, channels, x.stride(0)),
+            dy.to(torch.bfloat16).contiguous(),
+            x,
+            _tap_words(weight),
+            cu_seqlens,
+            dx,
+            dw,
+            tokens,
+            len(cu_seqlens) - 1,
+            channels,
+            x.stride(0),
             TOKENS=_BACKWARD_TOKENS,
             CHANNELS=_BACKWARD_CHANNELS,
             num_warps=1,

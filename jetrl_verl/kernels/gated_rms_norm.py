@@ -122,7 +122,10 @@ def triton_gated_rms_norm_quantize(
         _gated_norm_kernel[(ceil_div(tokens * heads, _HEADS),)](
             *(o, z, weight.contiguous(), y if with_normed else o),
             *((quantized.qdata.view(torch.uint8), quantized.scales) if rule is not None else (o, o)),
-            *(eps, tokens, heads, *z.stride()[:2]),
+            eps,
+            tokens,
+            heads,
+            *z.stride()[:2],
             HEADS=_HEADS,
             WITH_Y=with_normed,
             QUANTIZE=rule is not None,
@@ -145,8 +148,18 @@ def triton_gated_rms_norm_backward(dy, o, z, weight, eps: float) -> Gradients:
     dw = torch.empty(programs, width, dtype=torch.float32, device=o.device)
     if tokens:
         _gated_norm_backward_kernel[(programs,)](
-            *(as_type(dy, torch.bfloat16).contiguous(), o, z, weight.contiguous(), do, dz, dw),
-            *(eps, tokens * heads, heads, heads_each, *z.stride()[:2]),
+            as_type(dy, torch.bfloat16).contiguous(),
+            o,
+            z,
+            weight.contiguous(),
+            do,
+            dz,
+            dw,
+            eps,
+            tokens * heads,
+            heads,
+            heads_each,
+            *z.stride()[:2],
             HEADS=_BACKWARD_HEADS,
             num_warps=_WARPS,
         )

@@ -148,7 +148,14 @@ def _quantize(k: torch.Tensor, v: torch.Tensor, keep: bool) -> tuple[torch.Tenso
     if k.numel():
         bytes_of = [q.view(torch.uint8) for q in qdata]
         _quantize_kernel[(ceil_div(tokens * heads, _ROWS), 2)](
-            *(k, v, bytes_of[0], scales[0], bytes_of[1], scales[1], *out, tokens * heads),
+            k,
+            v,
+            bytes_of[0],
+            scales[0],
+            bytes_of[1],
+            scales[1],
+            *out,
+            tokens * heads,
             *(stride // 2 for x in (k, v) for stride in x.stride()[:2]),
             HEADS=heads,
             ROWS=_ROWS,
@@ -186,7 +193,7 @@ def triton_dequantize_kv(key, key_scales, value, value_scales) -> tuple[torch.Te
     out = [torch.empty(key.shape, dtype=torch.bfloat16, device=key.device) for _ in range(2)]
     if rows := key_scales.numel():
         _dequantize_kernel[(ceil_div(rows, _ROWS), 2)](
-            *(key.view(torch.uint8), key_scales, value.view(torch.uint8), value_scales, *out, rows), ROWS=_ROWS
+            key.view(torch.uint8), key_scales, value.view(torch.uint8), value_scales, *out, rows, ROWS=_ROWS
         )
     return out[0], out[1]
 
@@ -330,7 +337,12 @@ def triton_write_kv(k: torch.Tensor, v: torch.Tensor, cache: torch.Tensor, slots
     k, v = unit_stride(k), unit_stride(v)
     if len(slots):
         _write_kernel[(len(slots), ceil_div(k.shape[1], HEADS_OF_A_PROGRAM))](
-            *(k, v, cache, slots, *k.stride()[:2], *v.stride()[:2]),
+            k,
+            v,
+            cache,
+            slots,
+            *k.stride()[:2],
+            *v.stride()[:2],
             KV_HEADS=k.shape[1],
             UNITS=cache.shape[2],
             HEADS=HEADS_OF_A_PROGRAM,
@@ -396,7 +408,7 @@ def triton_read_kv(cache, block_table, lengths, cu_lengths, total: int, longest:
     out = [torch.empty((total, heads, HEAD_DIM), dtype=torch.bfloat16, device=cache.device) for _ in range(2)]
     if total:
         _read_kernel[(ceil_div(longest, UNIT_TOKENS), heads, len(lengths))](
-            *(cache, block_table, lengths, cu_lengths, *out, block_table.stride(0)), HEADS=heads, UNITS=units
+            cache, block_table, lengths, cu_lengths, *out, block_table.stride(0), HEADS=heads, UNITS=units
         )
     return out[0], out[1]
 

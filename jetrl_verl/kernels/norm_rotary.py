@@ -134,8 +134,18 @@ def triton_norm_rotary(q, k, q_weight, k_weight, eps: float, table, positions, u
     programs = ceil_div(q_heads, HEADS_OF_A_PROGRAM) + ceil_div(k_heads, HEADS_OF_A_PROGRAM)
     if tokens:
         _norm_rotary_kernel[(tokens * programs,)](
-            *(q, k, q_weight.contiguous(), k_weight.contiguous(), table.contiguous(), positions.contiguous()),
-            *(q_out, k_out, q_rstd, k_rstd, eps, len(table)),
+            q,
+            k,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            table.contiguous(),
+            positions.contiguous(),
+            q_out,
+            k_out,
+            q_rstd,
+            k_rstd,
+            eps,
+            len(table),
             Q_HEADS=q_heads,
             Q_TOKEN=q.stride(0),
             Q_HEAD=q.stride(1),

@@ -115,8 +115,20 @@ def _launch(
     programs = sum(ceil_div(heads, HEADS_OF_A_PROGRAM) for heads in (q_heads, kv_heads, kv_heads))
     if tokens:
         _norm_rotary_write_kernel[(tokens * programs,)](
-            *(q, k, v, q_weight.contiguous(), k_weight.contiguous(), table.contiguous(), positions.contiguous()),
-            *(out, keys, values, slots.contiguous(), eps, len(table), len(slots)),
+            q,
+            k,
+            v,
+            q_weight.contiguous(),
+            k_weight.contiguous(),
+            table.contiguous(),
+            positions.contiguous(),
+            out,
+            keys,
+            values,
+            slots.contiguous(),
+            eps,
+            len(table),
+            len(slots),
             Q_HEADS=q_heads,
             Q_TOKEN=q.stride(0),
             Q_HEAD=q.stride(1),

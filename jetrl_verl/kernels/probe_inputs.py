@@ -74,7 +74,13 @@ def probe_inputs(device: torch.device, variant: Variant = PLAIN) -> ProbeInputs:
     logits = torch.randn(tokens, 200, generator=generator, device="cpu").to(device)
     q, k, v = (normal(tokens, heads, variant.head_dim) for heads in (4, 2, 2))
     return ProbeInputs(
-        *(x, residual, weight, head, q, k, v),
+        x,
+        residual,
+        weight,
+        head,
+        q,
+        k,
+        v,
         table=rotary_table(variant.rotary_dim, 2048, {"rope_theta": 1e6}).to(device),
         positions=torch.arange(2047, 2047 - tokens, -1, device=device),
         cu_seqlens=torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32),

@@ -276,7 +276,14 @@ def triton_rms_norm_backward(dy, x, weight, rstd, unit_offset: bool = False) -> 
     partial = torch.empty(programs, k, dtype=torch.float32, device=x.device)
     if count:
         _backward_kernel[(programs,)](
-            *(gradients, rows, weight.contiguous(), rstd.contiguous(), dx, partial, count, rows_each),
+            gradients,
+            rows,
+            weight.contiguous(),
+            rstd.contiguous(),
+            dx,
+            partial,
+            count,
+            rows_each,
             K=k,
             TILE=tile,
             ROWS=at_once,
@@ -353,7 +360,7 @@ def _rms_norm_quantize(
         fake_rowwise(x),
     ),
     probe=lambda inputs: add_rms_norm_quantize_1x128(
-        *(inputs.x, inputs.residual, inputs.weight, 1e-6, "fp32"), with_normed=False, unit_offset=inputs.unit_offset
+        inputs.x, inputs.residual, inputs.weight, 1e-6, "fp32", with_normed=False, unit_offset=inputs.unit_offset
     ),
 )
 def _add_rms_norm_quantize(

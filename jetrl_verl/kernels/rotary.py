@@ -143,8 +143,14 @@ def triton_rotary(q, k, table, positions, inverse: bool) -> tuple[torch.Tensor, 
     rotated = tuple(torch.empty(*x.shape, dtype=torch.bfloat16, device=x.device) for x in (q, k))
     if tokens:
         _rotary_kernel[(tokens,)](
-            *(q, k, table.contiguous(), positions.contiguous(), *rotated),
-            *(len(table), *q.stride()[:2], *k.stride()[:2]),
+            q,
+            k,
+            table.contiguous(),
+            positions.contiguous(),
+            *rotated,
+            len(table),
+            *q.stride()[:2],
+            *k.stride()[:2],
             Q_HEADS=q.shape[1],
             Q_TILE=next_power_of_2(q.shape[1]),
             K_HEADS=k.shape[1],

@@ -115,7 +115,10 @@ def triton_sigmoid_mul_quantize(
         _sigmoid_mul_kernel[(ceil_div(groups, _GROUPS_PER_PROGRAM),)](
             *(x, gate, y if with_product else x),
             *((rowwise.qdata.view(torch.uint8), rowwise.scales) if rule else (x, x)),
-            *(tokens, k // BLOCK, *x.stride()[:2], *gate.stride()[:2]),
+            tokens,
+            k // BLOCK,
+            *x.stride()[:2],
+            *gate.stride()[:2],
             D=width,
             WITH_Y=with_product,
             QUANTIZE=rule is not None,
@@ -137,8 +140,15 @@ def triton_sigmoid_mul_backward(dy, x, gate) -> tuple[torch.Tensor, torch.Tensor
     if x.numel():
         groups_k = x.shape[1] * x.shape[2] // BLOCK
         _sigmoid_mul_backward_kernel[(ceil_div(len(x) * groups_k, _GROUPS_PER_PROGRAM),)](
-            *(dy.contiguous(), x, gate, dx, dgate),
-            *(len(x), groups_k, *x.stride()[:2], *gate.stride()[:2]),
+            dy.contiguous(),
+            x,
+            gate,
+            dx,
+            dgate,
+            len(x),
+            groups_k,
+            *x.stride()[:2],
+            *gate.stride()[:2],
             D=x.shape[2],
             GROUPS=_GROUPS_PER_PROGRAM,
             num_warps=4,

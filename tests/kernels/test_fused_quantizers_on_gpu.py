@@ -164,7 +164,7 @@ def test_layers_that_share_an_input_match_separate_layers(rule):
     def gradients(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         for layer in layers:
             layer.weight.grad = None
-        outputs = [layer(each) for layer, each in zip(layers, inputs, strict=True)]
+        outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
         sum(y.float().square().sum() for y in outputs).backward()
         return [*outputs, *(layer.weight.grad for layer in layers)]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backends import triton_kernels
 from slow import slow
-from test_delta_net_on_cpu import EPS, HEADS, by_formula, check_cuts, inputs, layer, normal, sequences
+from test_delta_net_on_cpu import HEADS, by_formula, check_cuts, inputs, layer, normal, sequences
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
@@ -42,15 +42,6 @@ def test_values_and_gradients():
     assert (y.double() - want).norm() <= 2**-6 * want.norm()
     for leaf, exact_leaf in ((leaves[i], exact[i]) for i in (0, 3, 4, 7)):  # x, z, taps, the norm's weight
         assert (leaf.grad.double() - exact_leaf.grad).norm() <= 2**-5 * exact_leaf.grad.norm()
-
-
-def test_the_quantizing_norm_is_the_norm_then_the_quantizer():
-    o, merged, weight = normal(9, HEADS, 128), normal(9, HEADS * 128 + 64), normal(128, seed=5)
-    z = merged[:, 64:].unflatten(1, (-1, 128))
-    normed, got = triton_kernels.gated_rms_norm_quantize(o, z, weight, EPS, "fp32", True)
-    want = kernels.quantize_1x128(triton_kernels.gated_rms_norm(o, z, weight, EPS), "fp32")
-    assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-    assert torch.equal(got.scales, want.scales) and normed.shape == (9, HEADS * 128)
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,28 @@ def check_sigmoid_mul(case: Callable, m: int, k: int, rule: str, device: str) ->
         assert y is None if not with_product else torch.equal(y.view(torch.int16), plain.view(torch.int16))
 
 
-CHECKS = (check_norm, check_norm_after_experts, check_silu_mul, check_silu_mul_backward, check_sigmoid_mul)
+def check_gated_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
+    """Heads with gates in a wider row; a head has the same bits alone."""
+    o = bf16(case, m, k, device).unflatten(1, (-1, 128))
+    z = bf16(gaussian, m, k + 64, device, 1)[:, 64:].unflatten(1, (-1, 128))
+    of_norm = bf16(gaussian, 1, 128, device, 2)[0], EPS
+    plain = triton_kernels.gated_rms_norm(o, z, *of_norm)
+    assert_same_bits(triton_kernels.gated_rms_norm(o[:1], z[:1], *of_norm), plain[:1])
+    rows = reference.quantize_1x128(plain.cpu(), rule)
+    for with_normed in (True, False):
+        y, q = triton_kernels.gated_rms_norm_quantize(o, z, *of_norm, rule, with_normed)
+        assert_same_bytes(q, rows)
+        assert y is None if not with_normed else torch.equal(y.view(torch.int16), plain.view(torch.int16))
+
+
+CHECKS = (
+    check_norm,
+    check_norm_after_experts,
+    check_silu_mul,
+    check_silu_mul_backward,
+    check_sigmoid_mul,
+    check_gated_norm,
+)
 
 
 def qdata_in(results) -> list[torch.Tensor]:

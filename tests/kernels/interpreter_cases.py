@@ -1,11 +1,13 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Quantizers and the GEMM under Triton's interpreter (test_interpreted_on_cpu.py)."""
+"""Quantizers, operations that quantize their result, and GEMMs under Triton's interpreter
+(test_interpreted_on_cpu.py)."""
 
 import pytest
 import torch
 from backends import triton_kernels
 from contract_inputs import CASES, gaussian, heavy_tailed
+from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_after_experts
 from quantizer_checks import assert_same_bytes, check_all_quantizers
 from slow import one_rule_fast, slow
 
@@ -124,3 +126,81 @@ def test_every_tile_shape_computes_the_same():
     results = [triton_kernels.gemm_nt(a, b, out_dtype=torch.float32, tile=tile) for tile in TILES]
     for other in results[1:]:
         assert (other - results[0]).norm() <= 1e-6 * results[0].norm()
+
+
+# --- operations that quantize their result ----------------------------------------------------------------------------
+
+
+NORMS = (check_norm, check_norm_after_experts)
+
+
+@pytest.mark.parametrize(("case", "rule"), one_rule_fast(INPUTS))
+@pytest.mark.parametrize("check", CHECKS)
+def test_operations_that_quantize_their_result(monkeypatch, check, case, rule):
+    with canaries(monkeypatch):
+        check(case, 3, 384, rule, "cpu")
+
+
+@pytest.mark.parametrize("check", [check for check in CHECKS if check not in NORMS])
+def test_operations_that_quantize_more_than_a_tile_of_rows(monkeypatch, check):
+    with canaries(monkeypatch):
+        check(gaussian, 130, 128, "fp32", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "slots"), [(1, 2048, 8), (1, 128, 1), (5, 768, 8), slow(33, 128, 3), slow(9, 1024, 1)]
+)
+def test_combine_add_rms_norm_of_any_number_of_experts(monkeypatch, m, k, slots):
+    with canaries(monkeypatch):
+        check_norm_after_experts(gaussian, m, k, "fp32", "cpu", slots)
+
+
+def test_combine_add_rms_norm_sums_as_the_reference():
+    """Sums of integers need no rounding, in which the interpreter differs."""
+    generator = torch.Generator().manual_seed(0)
+    y, residual = (torch.randint(-9, 10, (rows, 256), generator=generator).bfloat16() for rows in (21, 7))
+    row = torch.randperm(21, generator=generator).view(7, 3).to(torch.int32)
+    _, total = triton_kernels.combine_add_rms_norm(y, row, residual, torch.ones(256).bfloat16(), 1e-6)
+    assert torch.equal(total, reference.combine(y, row) + residual)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_operations_that_quantize_an_empty_result(check):
+    check(gaussian, 0, 256, "fp32", "cpu")
+
+
+@pytest.mark.parametrize("rule", SCALE_RULES)
+@pytest.mark.parametrize("shape", [(3, 130), (131, 4)])
+def test_quantizers_write_their_outputs_and_nothing_else(monkeypatch, shape, rule):
+    with canaries(monkeypatch):
+        check_all_quantizers(triton_kernels, gaussian(*shape), rule, "cpu")
+
+
+# --- INT8 -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 300), (17, 256), (2, 9000)])
+def test_the_int8_quantizer_matches_the_reference(case, shape):
+    x = case(*shape)
+    assert_same_bytes(triton_kernels.quantize_int8(x), reference.quantize_int8(x))
+
+
+def test_int8_of_leading_dimensions_strides_and_empty_batches():
+    x = gaussian(256, 6).t().reshape(2, 3, 256)
+    assert_same_bytes(triton_kernels.quantize_int8(x), reference.quantize_int8(x))
+    assert_same_bytes(triton_kernels.quantize_int8(x[:0]), reference.quantize_int8(x[:0]))
+
+
+@pytest.mark.parametrize("shape", [(65, 130, 300), (1, 256, 256), (130, 66, 128), (3, 5, 0), (0, 128, 128)])
+def test_the_int8_gemm_matches_the_reference(shape):
+    """Bitwise without a bias; the interpreter rounds a fused multiply-add twice and truncates to BF16."""
+    m, n, k = shape
+    a, b = reference.quantize_int8(heavy_tailed(m, k)), reference.quantize_int8(gaussian(n, k))
+    bias = gaussian(n, 2)[:, 1]
+    plain = triton_kernels.gemm_int8(a, b, out_dtype=torch.float32)
+    assert torch.equal(plain, reference.gemm_int8(a, b, out_dtype=torch.float32))
+    biased = triton_kernels.gemm_int8(a, b, bias=bias, out_dtype=torch.float32)
+    want = reference.gemm_int8(a, b, bias=bias, out_dtype=torch.float32)
+    assert (biased - want).norm() <= 1e-6 * want.norm()
+    assert triton_kernels.gemm_int8(a, b).dtype == torch.bfloat16

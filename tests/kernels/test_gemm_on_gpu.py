@@ -14,7 +14,7 @@ from jetrl_verl.kernels.gemm_nt import TILES
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, QuantizedTensor
 
 GEMMS = ("gemm_nt", "wgrad")
-ROWS = (1, 2, 7, 8, 16, 63, 64, 65, 128, 129, 1000, 4096)
+ROWS = (1, 2, 3, 5, 7, 8, 13, 16, 31, 33, 63, 64, 65, 100, 128, 129, 200, 256, 257, 500, 1000, 2048, 4095, 4096, 4097)
 SHAPES = [(64, 256, 512), (129, 640, 1024), (1000, 384, 4096), (65, 130, 300), (1, 1, 1), (300, 200, 136)]
 
 
@@ -72,7 +72,7 @@ def test_every_triton_tile_gives_every_row_the_same_bits(gemm, tile):
 
 
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (384, 1000)])
+@pytest.mark.parametrize("nk", [(6144, 4096), (4096, 12288), (448, 2368), (384, 1000)])
 def test_a_row_has_the_same_bits_in_every_batch(nk, gemm):
     """The choice of a backend by shape must not change a bit."""
     a, b = operands(max(ROWS), *nk, gemm)
@@ -86,7 +86,7 @@ def test_a_row_has_the_same_bits_in_every_batch(nk, gemm):
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_backends_agree_in_every_bit(gemm):
     names = kernels.OPERATIONS[gemm].backends[kernels.platform_of(torch.device("cuda"))]
-    for m, n, k in ((8, 6144, 4096), (1000, 4096, 12288)):
+    for m, n, k in ((8, 6144, 4096), (64, 4096, 12288), (1000, 4096, 12288), (4096, 2368, 4736)):
         a, b = operands(m, n, k, gemm)
         want = getattr(triton_kernels, gemm)(a, b)
         for name in names:
@@ -145,3 +145,26 @@ def test_wgrad_from_the_layouts_of_the_backward():
     _, dy_t = kernels.quantize_1x128_and_128x1(dy, "fp32")
     want = reference.wgrad_float64(dy_t, relaid)
     assert relative_error(kernels.wgrad(dy_t, relaid, out_dtype=torch.float32), want) < 5e-4
+
+
+def test_a_cuda_graph_replays_fprop_on_new_inputs_and_new_weights():
+    """As vLLM does: capture once, decode with other activations and, after a weight sync, with other qdata in place."""
+    weight = kernels.quantize_128x128(gaussian(640, 1024).cuda(), "fp32")
+    qdata, scales = weight.qdata.clone(), weight.scales.clone()
+    x = torch.empty(8, 1024, dtype=torch.bfloat16, device="cuda")
+    x.copy_(heavy_tailed(8, 1024))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        kernels.fprop(x, qdata, scales, None, "fp32")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = kernels.fprop(x, qdata, scales, None, "fp32")
+    other = kernels.quantize_128x128(heavy_tailed(640, 1024).cuda(), "fp32")
+    for new_x, new_w in ((gaussian(8, 1024), weight), (heavy_tailed(8, 1024), other)):
+        x.copy_(new_x)
+        qdata.view(torch.uint8).copy_(new_w.qdata.view(torch.uint8))
+        scales.copy_(new_w.scales)
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, kernels.fprop(new_x.cuda(), new_w.qdata, new_w.scales, None, "fp32"))

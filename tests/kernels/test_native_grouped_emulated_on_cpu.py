@@ -267,90 +267,70 @@ def test_wgrad_visits_the_experts_back_and_forth(emulator, clusters):
 
 FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
 
-# Fault -> kernel that runs, file, its line, replacement.
+# Kernel that runs, file -> fault -> its line, replacement.
 FAULTS = {
-    "all tiles' places are written to one": (FPROP, "fprop.cuh", "kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
-    "rows of the next expert are stored": (FPROP, "fprop.cuh", "of_tile.row + kStoreRows <= of_tile.end", "true"),
-    "a tile's place lies where an int4 may not": (
-        FPROP,
-        "fprop.cuh",
-        "round_up(kAtEmpty + 8 * kStages, 16)",
-        "kAtEmpty + 8 * kStages",
-    ),
-    "the copy engine reads scales from any row on": (FPROP, f"sm90_{FPROP}.cu", "segments.aligned && ", ""),
-    "all experts take the scales of the first": (FPROP, "fprop.cuh", "at.expert * p.w_scale_step + ", ""),
-    "all slices take X's scales of the first": (
-        FPROP,
-        "fprop.cuh",
-        "at.slice * p.k_blocks + block, at.row",
-        "block, at.row",
-    ),
-    "all slices are the first": (FPROP, "fprop.cuh", "of_k = at.slice * p.k_blocks + block", "of_k = block"),
-    "a slice's product lies where the first's does": (FPROP, "fprop.cuh", "at.slice * p.slice_rows", "0"),
-    "half a stage past a slice is the next one's X": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "block + b < p.k_blocks ? (first_block + block + b) * kGroup : p.x_columns",
-        "(first_block + block + b) * kGroup",
-    ),
-    "the consumers' tiles are those of one slice": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.tiles_n}",
-        "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.slice_tiles_n}",
-    ),
-    "a tile is the last expert's": (FPROP, "segments.cuh", "behind <= tile", "behind < tile"),
-    "the tiles before every 32nd expert are not counted": (DECODE, "segments.cuh", "      behind += before;\n", ""),
-    "X is copied while the previous kernel may write it": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",
-        "    }\n    waited = true;\n    for",
-    ),
-    "segments are read while the previous kernel may write them": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "  if (!p.early) sm90::wait_for_previous_kernel();\n",
-        "",
-    ),
-    "a block without a tile leaves before the previous kernel ends": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n",
-        "",
-    ),
-    "W's copies of the first tile are asked for twice": (
-        DECODE,
-        f"sm90_{DECODE}.cu",
-        "if (block >= early) load_w(ring, block);",
-        "load_w(ring, block);",
-    ),
-    "sums are stored where the next tile's belong": (
-        WGRAD,
-        f"sm90_{WGRAD}.cu",
-        "if (kFirst) store(c, place_before());",
-        "if (kFirst) store(c, place());",
-    ),
-    "a block's last tile is not the last": (WGRAD, f"sm90_{WGRAD}.cu", " + (round + 1 == rounds)", ""),
-    "experts without tokens keep what was there": (
-        WGRAD,
-        f"sm90_{WGRAD}.cu",
-        "store_zeros(p.dw, row + 64 * c",
-        "if (false) store_zeros(p.dw, row + 64 * c",
-    ),
-    "experts are looked at before they are sorted": (
-        WGRAD,
-        f"sm90_{WGRAD}.cu",
-        "mine, 0};\n  }\n  sm90::sync_block();\n",
-        "mine, 0};\n  }\n",
-    ),
-    "staging is overwritten before the warp has read it": (
-        WGRAD,
-        f"sm90_{WGRAD}.cu",
-        "p.k, own_lane);\n      sm90::sync_warp();\n",
-        "p.k, own_lane);\n",
-    ),
+    (FPROP, "fprop.cuh"): {
+        "all tiles' places are written to one": ("kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
+        "rows of the next expert are stored": ("of_tile.row + kStoreRows <= of_tile.end", "true"),
+        "a tile's place lies where an int4 may not": ("round_up(kAtEmpty + 8 * kStages, 16)", "kAtEmpty + 8 * kStages"),
+        "all experts take the scales of the first": ("at.expert * p.w_scale_step + ", ""),
+        "all slices take X's scales of the first": ("at.slice * p.k_blocks + block, at.row", "block, at.row"),
+        "all slices are the first": ("of_k = at.slice * p.k_blocks + block", "of_k = block"),
+        "a slice's product lies where the first's does": ("at.slice * p.slice_rows", "0"),
+    },
+    (FPROP, f"sm90_{FPROP}.cu"): {
+        "the copy engine reads scales from any row on": ("segments.aligned && ", ""),
+    },
+    (DECODE, f"sm90_{DECODE}.cu"): {
+        "half a stage past a slice is the next one's X": (
+            "block + b < p.k_blocks ? (first_block + block + b) * kGroup : p.x_columns",
+            "(first_block + block + b) * kGroup",
+        ),
+        "the consumers' tiles are those of one slice": (
+            "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.tiles_n}",
+            "const int count = SegmentTiles<Shape::kTokens>{p.segments, p.slice_tiles_n}",
+        ),
+        "X is copied while the previous kernel may write it": (
+            "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",
+            "    }\n    waited = true;\n    for",
+        ),
+        "segments are read while the previous kernel may write them": (
+            "  if (!p.early) sm90::wait_for_previous_kernel();\n",
+            "",
+        ),
+        "a block without a tile leaves before the previous kernel ends": (
+            "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n",
+            "",
+        ),
+        "W's copies of the first tile are asked for twice": (
+            "if (block >= early) load_w(ring, block);",
+            "load_w(ring, block);",
+        ),
+    },
+    (FPROP, "segments.cuh"): {
+        "a tile is the last expert's": ("behind <= tile", "behind < tile"),
+    },
+    (DECODE, "segments.cuh"): {
+        "the tiles before every 32nd expert are not counted": ("      behind += before;\n", ""),
+    },
+    (WGRAD, f"sm90_{WGRAD}.cu"): {
+        "sums are stored where the next tile's belong": (
+            "if (kFirst) store(c, place_before());",
+            "if (kFirst) store(c, place());",
+        ),
+        "a block's last tile is not the last": (" + (round + 1 == rounds)", ""),
+        "experts without tokens keep what was there": (
+            "store_zeros(p.dw, row + 64 * c",
+            "if (false) store_zeros(p.dw, row + 64 * c",
+        ),
+        "experts are looked at before they are sorted": ("mine, 0};\n  }\n  sm90::sync_block();\n", "mine, 0};\n  }\n"),
+        "staging is overwritten before the warp has read it": (
+            "p.k, own_lane);\n      sm90::sync_warp();\n",
+            "p.k, own_lane);\n",
+        ),
+    },
 }
+FAULT_PLACES = {fault: place for place, faults in FAULTS.items() for fault in faults}
 SAMPLE = (
     "rows of the next expert are stored",
     "X is copied while the previous kernel may write it",
@@ -364,10 +344,11 @@ def check_early(emulator: Emulator, **plan) -> None:
     check(emulator, DECODE, [3, 0, 9], 256, 5 * BLOCK, more=70, static_segments=True, **plan | {"multiprocessors": 12})
 
 
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))
+@pytest.mark.parametrize("fault", mostly_slow(FAULT_PLACES, SAMPLE))
 def test_a_planted_fault_is_detected(fault, tmp_path):
     """The same cases fail on a kernel with one wrong line."""
-    kernel, file, line, wrong = FAULTS[fault]
+    kernel, file = FAULT_PLACES[fault]
+    line, wrong = FAULTS[kernel, file][fault]
     faulty = plant(tmp_path, f"sm90_{kernel}*", file, line, wrong)
     with pytest.raises((RuntimeError, AssertionError)):
         if kernel == WGRAD:

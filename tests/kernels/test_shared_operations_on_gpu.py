@@ -73,6 +73,24 @@ def test_router_logits_do_not_depend_on_the_tile():
         assert torch.equal(kernels.logits(hidden[rows], weight), whole[rows]), count
 
 
+@pytest.mark.parametrize("rows", [1, 63, 300])
+@pytest.mark.parametrize("sizes", [(75968, 75968), (37984,) * 4, (1, 151900, 35)], ids=str)
+def test_vocabulary_shards_match_the_whole_vocabulary(rows, sizes):
+    """Over tensor-parallel ranks, whatever the other columns of a rank."""
+    hidden, weight = normal(rows, 2048), normal(151936, 2048, seed=1)
+    whole = kernels.logits(hidden, weight)
+    assert torch.equal(torch.cat([kernels.logits(hidden, shard) for shard in weight.split(sizes)], dim=-1), whole)
+
+
+def test_log_probs_do_not_depend_on_removed_padding():
+    padded = normal(65, 32064, seed=2).float()
+    tokens = torch.arange(65, device="cuda")[:, None] * 400
+    for used in (32000, 31999):
+        cut = padded[:, :used]
+        expected = kernels.log_probs(cut.contiguous(), tokens, torch.ones(65, device="cuda"))
+        assert torch.equal(kernels.log_probs(cut, tokens, torch.ones(65, device="cuda")), expected)
+
+
 def test_unused_vocabulary_is_masked_in_place_under_autograd():
     hidden, weight = normal(2, 5, 128).requires_grad_(), normal(40, 128, seed=1).requires_grad_()
     found = kernels.logits(hidden, weight)

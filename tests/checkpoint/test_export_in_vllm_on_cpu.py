@@ -5,12 +5,16 @@ bytes of a weight sync. Stock block-FP8 kernels need a GPU or AMX (test_export_o
 """
 
 import json
+from contextlib import contextmanager
 
 import pytest
+import served_mixture
 import torch
 import vllm_engine
+from served_mixture import PROMPT, RULE
 from streams import receiver_of
 from tiny_models import tiny_model
+from transformers import AutoConfig
 
 from jetrl_verl import formats
 from jetrl_verl.checkpoint.export import ExportOptions, export
@@ -20,15 +24,13 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation
 
-RULE = "fp32"
-
-
 POLICIES = {
     "qwen2": (dict(hidden_size=256, intermediate_size=320), {}, "skip", (8, 19)),
     "qwen3_5": (dict(tie_word_embeddings=True), dict(block_size=64, max_num_batched_tokens=64), "stop", (19, 23)),
+    "qwen3_moe": ({}, {}, "stop", (2 * (4 + 2), 2 * 5 + 3)),
 }
 """Changes of a tiny model, arguments of its engine, the option ``unfit_layers``, and FP8 and BF16 tensors in vLLM. One
-has an MLP that does not fit 128x128 blocks, the other a vision tower and delta nets."""
+has an MLP that does not fit 128x128 blocks, one a vision tower and delta nets, one experts (served_mixture.py)."""
 
 
 class Policy:
@@ -36,7 +38,8 @@ class Policy:
 
     def __init__(self, model_type: str, root) -> None:
         changes, self.arguments, self.unfit_layers, self.counts = POLICIES[model_type]
-        self.trainer = tiny_model(model_type, 1, vocab_size=96, **changes)
+        mixture = model_type == "qwen3_moe"
+        self.trainer = served_mixture.policy() if mixture else tiny_model(model_type, 1, vocab_size=96, **changes)
         self.decoder, self.folder = family(self.trainer.config), root / "fp8"
         self.trainer.save_pretrained(root / "policy")
         export(root / "policy", self.folder, ExportOptions("fp8", unfit_layers=self.unfit_layers))
@@ -57,36 +60,48 @@ def policy(request, tmp_path_factory):
     return Policy(request.param, tmp_path_factory.mktemp("export"))
 
 
-@pytest.fixture(scope="module")
-def model(policy, cpu_platform):
-    """vLLM's model, loaded from the exported folder."""
-    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, unfit_layers=policy.unfit_layers)
+@contextmanager
+def engine(folder, options: JetConfig | None, **arguments):
+    """(vLLM, its model) on a folder."""
     with vllm_engine.cpu_settings():
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        _, worker = vllm_engine.start(policy.folder, options, **policy.arguments)
-        yield worker.model_runner.model
-        del worker
+        llm, worker = vllm_engine.start(folder, options, **arguments)
+        yield llm, worker.model_runner.model
+        del llm, worker
         cleanup_dist_env_and_memory()
 
 
-def test_loaded_parameters_equal_those_of_a_weight_sync(model, policy):
+@pytest.fixture(scope="module")
+def loaded(policy, cpu_platform):
+    """(vLLM, its model), loaded from the exported folder."""
+    options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE, unfit_layers=policy.unfit_layers)
+    with engine(policy.folder, options, **policy.arguments) as llm_and_model:
+        yield llm_and_model
+
+
+def test_loaded_parameters_equal_those_of_a_weight_sync(loaded, policy):
+    llm, model = loaded
     counts = policy.verify(model, policy.trainer.state_dict())
     assert (counts["quantized"], counts["plain"]) == policy.counts
     assert json.loads((policy.folder / "jetrl_export.json").read_text())["digest"] == f"{counts['digest']:#018x}"
+    if policy.decoder.experts is not None:
+        served_mixture.check_served(policy.trainer, vllm_engine.prompt_log_probs(llm, PROMPT))
 
 
-def test_another_checkpoint_violates_the_contract(model, policy):
+def test_another_checkpoint_violates_the_contract(loaded, policy):
     weights = {name: tensor.clone() for name, tensor in policy.trainer.state_dict().items()}
-    name = f"{policy.decoder.layers}.1.mlp.down_proj.weight"
-    weights[name][3, 5] *= 1.5
+    ending = "mlp.experts.down_proj" if policy.decoder.experts is not None else "mlp.down_proj.weight"
+    name = f"{policy.decoder.layers}.1.{ending}"
+    weights[name][..., 3, 5] *= 1.5
     with pytest.raises(ContractViolation, match=f"{name} differs"):
-        policy.verify(model, weights)
+        policy.verify(loaded[1], weights)
 
 
 BF16 = {
     "qwen2": {"mlp.gate_up_proj", "mlp.down_proj"},
     "qwen3_5": {"linear_attn.in_proj_ba", "visual.blocks.0.attn.qkv", "visual.merger.linear_fc2"},
+    "qwen3_moe": {"model.layers.0.mlp.gate"},
 }
 
 
@@ -98,6 +113,8 @@ def test_stock_vllm_reads_the_quantization_config(policy):
 
     (architecture,) = (facts := json.loads((policy.folder / "config.json").read_text()))["architectures"]
     stock = ModelRegistry._try_load_model_cls(architecture)
+    if policy.decoder.experts is not None:  # transformers 4 and 5 write it under one name
+        assert facts["num_experts"] == AutoConfig.from_pretrained(policy.folder).num_experts == 8
     config = Fp8Config.from_config(facts["quantization_config"])
     assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
     assert config.weight_block_size == [128, 128]
@@ -110,3 +127,16 @@ def test_stock_vllm_reads_the_quantization_config(policy):
     }
     assert {name.removeprefix(f"{policy.decoder.rollout_layers}.1.") for name in skipped} == bf16
     assert is_layer_skipped("lm_head", config.ignored_layers, stock.packed_modules_mapping)
+
+
+def test_stock_vllm_serves_the_bf16_folder_of_a_mixture(tmp_path, cpu_platform):
+    served_mixture.policy().save_pretrained(tmp_path / "policy")
+    export(tmp_path / "policy", tmp_path / "bf16", ExportOptions("bf16"))
+    with engine(tmp_path / "bf16", None) as (llm, _):
+        served = vllm_engine.prompt_log_probs(llm, PROMPT)
+    model = served_mixture.policy().bfloat16()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
+    expected = logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    # BF16 on both sides; the bound is 5% of the distance to a uniform policy.
+    assert (served - expected).abs().mean() < 0.05 * (expected + torch.tensor(64.0).log()).abs().mean()

@@ -3,12 +3,13 @@
 """``python -m verl.trainer.main_ppo`` as a user starts it: output and exit status."""
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
 
-import pytest
+import jetrl_verl
 
 RUNNABLE = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"]
 
@@ -54,35 +55,52 @@ def test_a_damaged_input_stops_the_run_before_ray(tmp_path):
     assert "ray init kwargs" not in run.stdout
 
 
-@pytest.fixture
-def interpreter_without_plugin(tmp_path) -> str:
-    """A Python that has every package of this environment except this one, like a uv environment before ``--with``."""
-    venv.create(tmp_path / "bare", with_pip=False)
-    (target,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+def bare_interpreter(folder: Path) -> tuple[Path, Path, Path]:
+    """A Python that has every package of this environment except this one, like a uv environment before ``--with``; its
+    site-packages, and those of this environment."""
+    venv.create(folder, with_pip=False)
+    (target,) = (folder / "lib").glob("python*/site-packages")
     (source,) = {Path(entry) for entry in sys.path if entry.endswith("site-packages") and Path(entry, "ray").is_dir()}
     for entry in source.iterdir():
         if "jetrl" not in entry.name:
             (target / entry.name).symlink_to(entry)
-    return str(tmp_path / "bare" / "bin" / "python")
+    return folder / "bin" / "python", target, source
 
 
-def test_workers_without_the_plugin_stop_the_driver(tmp_path, interpreter_without_plugin):
-    """``ray.init`` as verl's ``uv run`` examples call it: the workers' interpreter is not the driver's."""
+def driver(folder: Path, script: str, interpreter: Path) -> tuple[str, str]:
+    """What a driver prints that ends as it starts workers of another interpreter, and its sentence."""
     script = (
-        "import sys, ray\n"
+        "import ray\n"
         "from jetrl_verl.config import workers\n"
         "workers.install()\n"
-        "workers.install()\n"
-        "options = dict(num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
-        "ray.init(**options)\n"
-        "print('same environment: passed', flush=True)\n"
-        "ray.shutdown()\n"
-        f"ray.init(**options, runtime_env={{'py_executable': {interpreter_without_plugin!r}}})\n"
+        "options = dict(address='local', num_cpus=1, include_dashboard=False, log_to_driver=False)\n"
+        f"{script}"
+        f"ray.init(**options, runtime_env={{'py_executable': {str(interpreter)!r}}})\n"
         "print('not reached')\n"
     )
-    run = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert "same environment: passed" in run.stdout
-    assert run.returncode == 1 and "not reached" not in run.stdout
+    run = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and "not reached" not in run.stdout, run.stderr
     (sentence,) = (line for line in run.stderr.splitlines() if line.startswith("jetrl_verl:"))
-    assert interpreter_without_plugin in sentence
+    assert str(interpreter) in sentence
+    return run.stdout, sentence
+
+
+def test_workers_without_the_plugin_stop_the_driver(tmp_path):
+    """``ray.init`` as verl's ``uv run`` examples call it: the workers' interpreter is not the driver's."""
+    interpreter, *_ = bare_interpreter(tmp_path / "bare")
+    same = "workers.install()\nray.init(**options)\nprint('same environment: passed', flush=True)\nray.shutdown()\n"
+    printed, sentence = driver(tmp_path, same, interpreter)
+    assert "same environment: passed" in printed
     assert "does not have the plugin installed" in sentence and "uv run --with-editable /path/to/jetrl_verl" in sentence
+
+
+def test_workers_of_another_version_stop_the_driver(tmp_path):
+    interpreter, target, source = bare_interpreter(tmp_path / "other")
+    package = Path(jetrl_verl.__file__).parent
+    shutil.copytree(package, target / "jetrl_verl", ignore=shutil.ignore_patterns("__pycache__"))
+    (information,) = source.glob("jetrl_verl-*.dist-info")
+    metadata = Path(shutil.copytree(information, target / "jetrl_verl-0.0.9.dist-info"), "METADATA")
+    metadata.write_text(metadata.read_text().replace(f"Version: {jetrl_verl.__version__}", "Version: 0.0.9"))
+    _, sentence = driver(tmp_path, "", interpreter)
+    assert f"the driver runs jetrl-verl {jetrl_verl.__version__}" in sentence
+    assert f"{interpreter} has jetrl-verl 0.0.9" in sentence and "; install " in sentence

@@ -370,14 +370,6 @@ def test_plugins_that_replace_layers_of_vllm_are_known_before_a_worker_starts(mo
     assert asked == ["Qwen3ForCausalLM"] * 2
 
 
-def test_auto_is_stock_on_a_cpu_where_shared_may_be_asked_for(model, monkeypatch, capsys):
-    settings = {f"{MODEL}.path": model()}
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    assert not resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "auto", **settings})).shared
-    assert f"exactness is OFF: {TABLE['cpu'].loss(what='VERL_PLATFORM=cpu')}\n" in capsys.readouterr().err
-    assert resolve(changed(("precision=jet_fp8",), {"jetrl.operations": "shared", **settings})).shared
-
-
 # --- one table --------------------------------------------------------------------------------------------------------
 
 

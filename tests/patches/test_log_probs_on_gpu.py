@@ -1,10 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""patches/log_probs.py on a GPU, see log_probs_checks.py."""
+"""As test_log_probs_on_cpu.py, on a GPU."""
 
 import pytest
 import torch
-from log_probs_checks import check
+from test_log_probs_on_cpu import check
 
 
 @pytest.mark.parametrize("shape", [(40, 104), (23, 512), (9, 151936), (3, 5, 97)])

@@ -10,7 +10,7 @@ many layers that states come from memory; GB/s counts a step's FP32 states, read
 ``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens. ``backward``: the rule's gradient
 from its inputs by the two that a GPU has, with the memory that it takes next to its operands.
 *vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
-flash-linear-attention's chunk rule. *chunks*: the rule by chunks of delta_chunks.py. Microseconds, medians.
+flash-linear-attention's chunk rule. Microseconds, medians.
 """
 
 import argparse
@@ -177,25 +177,6 @@ def decode(who: str, model: str, requests: int) -> None:
     show("decode", model, f"{requests} requests", who, **parts, **{"GB/s of the rule": f"{rate:.0f}"})
 
 
-@torch.no_grad()
-def decode_by_chunks(model: str, requests: int) -> None:
-    from benchmarks.delta_chunks import Decode
-
-    keys, heads = HEADS[model]
-    layers = [Layer(model, requests) for _ in range(max(2, CACHED // (requests * heads * 2**16) + 1))]
-    rules = [Decode(requests, keys, heads, "cuda") for _ in layers]
-    slots = torch.randperm(requests, device="cuda").int()
-    times = {}
-    for columns, warps in ((64, 4), (32, 4), (128, 8)):
-        computed = torch.full_like(slots, 40)
-        steps = [
-            partial(one.step, layer.x.contiguous(), *layer.gates, slots, computed, columns, warps)
-            for one, layer in zip(rules, layers, strict=True)
-        ]
-        times[f"rule, {columns} columns"] = captured(steps)
-    show("decode", model, f"{requests} requests", "chunks", **times)
-
-
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
@@ -266,23 +247,6 @@ def gradient(who: str, model: str, sequences: int, length: int) -> None:
     show("backward", model, f"{sequences} x {length}", who, rule=time, MiB=f"{taken:.0f}")
 
 
-@torch.no_grad()
-def forward_by_chunks(model: str, sequences: int, length: int) -> None:
-    from benchmarks.delta_chunks import advance, prepare
-
-    layer = Layer(model, sequences * length)
-    cu = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * length
-    qkv = kernels.causal_conv1d(layer.x, layer.taps, cu)
-    prepared = prepare(qkv, *layer.gates, cu)
-    times = {"prepare": eager(lambda: prepare(qkv, *layer.gates, cu))}
-    for columns, warps in ((32, 4), (64, 4), (64, 8)):
-        times[f"{columns} columns"] = eager(partial(advance, prepared, qkv, layer.heads, cu, columns, warps, 1))
-    o = advance(prepared, qkv, layer.heads, cu, 32, 4, 1)[0].float()
-    recurrent = kernels.gated_delta_rule(qkv, *layer.gates, cu).float()
-    times["distance from the recurrence"] = f"{((o - recurrent).norm() / recurrent.norm()).item():.1e}"
-    show("forward", model, f"{sequences} x {length}", "chunks", **times)
-
-
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("decode", "train"), help="leave out the other one")
@@ -301,14 +265,12 @@ def main(words: list[str] | None = None) -> int:
         ("jetrl", gradient, batches),
         ("fla", gradient, batches),
         ("vllm", decode, decodes),
-        (None, forward_by_chunks, batches),
-        (None, decode_by_chunks, decodes),
     ):
         for case in cases:
             try:
-                run(*([contender] if contender else []), *case)
+                run(contender, *case)
             except Exception as error:  # another project's kernel may refuse this GPU or Triton
-                print(f"{run.__name__} of {contender or 'chunks'} {case}: {type(error).__name__}: {error}", flush=True)
+                print(f"{run.__name__} of {contender} {case}: {type(error).__name__}: {error}", flush=True)
             torch.cuda.empty_cache()
     return 0
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny decoders for tests: every shape is a multiple of 128, every bias is random."""
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,8 @@ def with_preferences(model):
 
 
 def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> Path:
-    """Save a BF16 decoder of :func:`with_preferences` and the demo's tokenizer.
+    """Save a BF16 decoder of :func:`with_preferences` and the demo's tokenizer; of a hybrid a processor as well, as
+    published ones have it, where torchvision is installed, which its class needs.
 
     Args:
         padding: entries of the vocabulary without a token. changes: of :func:`tiny_model`.
@@ -118,7 +120,19 @@ def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> 
     from jetrl_verl.tools.demo.policy import build_tokenizer
 
     tokenizer = build_tokenizer()
+    if family in HYBRIDS and find_spec("torchvision"):
+        save_processor(tokenizer, folder)
     model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + padding, **changes))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def save_processor(tokenizer: Any, folder: Path) -> None:
+    """Save the processor of a model with vision, whose placeholders become tokens."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    names = ("vision_start", "vision_end", "image_pad", "video_pad")
+    tokenizer.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    images, videos = Qwen2VLImageProcessor(patch_size=16), Qwen3VLVideoProcessor(patch_size=16)
+    Qwen3VLProcessor(images, tokenizer, videos, chat_template=tokenizer.chat_template).save_pretrained(folder)

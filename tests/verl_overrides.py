@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of overrides with values of verl's own scripts, drawn by a seed, and what a precision's driver says to one."""
+"""What verl's own scripts pass, in sets that a seed draws and as whole scripts, and what a precision's driver says."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from random import Random
+from typing import Any
 
+import pyarrow.parquet
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
 import yaml
 from hydra import compose
@@ -26,7 +28,12 @@ from jetrl_verl.tools.demo import task
 
 ENGINES = ("megatron", "mindspeed", "veomni", "torchtitan")
 SENTENCE = re.compile(r"[^.]\S.*[^.]\. (Set|Check) .+\.")
-_TABLE = yaml.load((Path(__file__).parent / "verl_values.yaml").read_text(), yaml.BaseLoader)
+_TABLE, _SCRIPTS = (
+    yaml.load((Path(__file__).parent / name).read_text(), yaml.BaseLoader)
+    for name in ("verl_values.yaml", "verl_scripts.yaml")
+)
+SCRIPTS = tuple(name for name in _SCRIPTS if name != "both")
+"""verl's scripts for Qwen3.5 under FSDP."""
 _ENGINE_SHARE = 0.1
 
 
@@ -59,14 +66,24 @@ def draws(count: int = 300, seed: int = 0) -> list[Draw]:
     return sets
 
 
-def write_inputs(folder: Path) -> tuple[str, ...]:
+def script_words(script: str) -> list[str]:
+    """What one of ``SCRIPTS`` passes, without data, model and names."""
+    settings = dict(_values("both", _SCRIPTS)) | dict(_values(script, _SCRIPTS))
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def write_inputs(folder: Path, family: str = "qwen3") -> tuple[str, ...]:
     """What a user replaces in a script: paths of a small policy and of data, which are written here, and one device.
 
-    The policy has as many positions as Qwen3, as scripts ask for 40,960 tokens, and fits up to eight GPUs.
+    The policy has as many positions as Qwen3, as scripts ask for 40,960 tokens, and fits up to eight GPUs. The data is
+    text with an empty column of images.
     """
-    fields = dict(max_position_embeddings=40960, num_attention_heads=8, num_key_value_heads=8, intermediate_size=2048)
-    policy, data = save_policy(folder / "policy", "qwen3", **fields), folder / "data.parquet"
+    fields = dict(max_position_embeddings=40960, intermediate_size=2048)
+    fields |= dict(num_attention_heads=8, num_key_value_heads=8) if family == "qwen3" else {}
+    policy, data = save_policy(folder / "policy", family, **fields), folder / "data.parquet"
     task.write_parquet(task.make_splits(task.TaskConfig(warmup=0, train=0, test=8))["test"], "test", data)
+    rows = [row | {"images": []} for row in pyarrow.parquet.read_table(data).to_pylist()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), data)
     return (
         f"actor_rollout_ref.model.path={policy}",
         f"critic.model.path={policy}",
@@ -90,8 +107,8 @@ def driver_says(words: Iterable[str]) -> str:
     values = OverridesParser.create().parse_overrides([word for word in words if word not in groups])
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     try:
-        resolve(config)
-        JetCallback().on_job_start(config)
+        if resolve(config) is not None:
+            JetCallback().on_job_start(config)
     except UnsupportedConfiguration as refusal:
         return str(refusal)
     except SystemExit as refusal:
@@ -106,8 +123,8 @@ def _composed(groups: tuple[str, ...]) -> DictConfig:
         return compose("ppo_trainer", overrides=list(groups))
 
 
-def _values(section: str) -> Iterator[tuple[str, list[str]]]:
-    for node, leaves in _TABLE[section].items():
+def _values(section: str, table: dict[str, Any] = _TABLE) -> Iterator[tuple[str, Any]]:
+    for node, leaves in table[section].items():
         for leaf, values in leaves.items():
             yield f"{node}.{leaf}", values
 

@@ -47,6 +47,9 @@ OF_ONE_SIDE = frozenset(
 """Fields of a model's configuration that change no number of its forward, or that the precision sets; any other one is
 the same on both sides."""
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The names that configurations have for their number of experts."""
+
 REACHES = ("verl.utils.fs:copy_to_local",)
 """What this file calls as verl's workers do, which then find its copy; scripts/reach.py watches it."""
 
@@ -69,13 +72,16 @@ class ModelFiles:
         return replace(self, config={**self.config, **fields})
 
 
-def read_model(path: str | None) -> ModelFiles | None:
+def read_model(path: str | None, key: str = f"{MODEL}.path") -> ModelFiles | None:
     """The model at ``path``; None for a remote path, and for a hub name of which the hub has no answer.
+
+    Args:
+        key: of the configuration, for messages.
 
     Raises:
         UnsupportedConfiguration: a local folder that is missing, or whose ``config.json`` cannot be read.
     """
-    return None if path is None or "://" in str(path) else _read(str(path), str(path))
+    return None if path is None or "://" in str(path) else _read(str(path), str(path), key)
 
 
 def copy_model(path: str | None, key: str) -> ModelFiles | None:
@@ -99,17 +105,15 @@ def copy_model(path: str | None, key: str) -> ModelFiles | None:
         raise UnsupportedConfiguration(
             f"the model {path} cannot be copied to the driver's machine ({why}). Set {key} to a path that can."
         )
-    return _read(path, local)
+    return _read(path, local, key)
 
 
-def _read(path: str, local: str) -> ModelFiles | None:
+def _read(path: str, local: str, key: str) -> ModelFiles | None:
     folder = Path(local).expanduser()
     if folder.is_dir():
         config_file = folder / "config.json"
     elif folder.is_absolute() or local.startswith((".", "~")):
-        raise UnsupportedConfiguration(
-            f"the model folder {path} does not exist. Set actor_rollout_ref.model.path to a folder that does."
-        )
+        raise UnsupportedConfiguration(f"the model folder {path} does not exist. Set {key} to a folder that does.")
     else:
         config_file, folder = _hub_config(local), None
         if config_file is None:
@@ -119,7 +123,7 @@ def _read(path: str, local: str) -> ModelFiles | None:
 
     from jetrl_verl.models import model_types
 
-    remedy = "Set actor_rollout_ref.model.path to a complete Hugging Face folder"
+    remedy = f"Set {key} to a complete Hugging Face folder"
     with reading(config_file, "model config", remedy, UnsupportedConfiguration):
         model = load_json(config_file)
         if model.get("model_type") in model_types():
@@ -224,6 +228,7 @@ def check_models(job: "Job", get: Get) -> None:
             check_attention(model)
         if get(f"{MODEL}.use_fused_kernels"):
             check_vocabulary(model, get(f"{MODEL}.tokenizer_path"))
+    check_teachers(job, get)
     ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
     varlen = get(attention_key(CRITIC_MODEL)) == JETRL_ATTENTION
     varlen = varlen and CRITIC_MODEL in trained_models(get)
@@ -328,6 +333,18 @@ def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
 
     if replicas > 1 and family(model.config).experts is not None:
         refuse("mixture_over_replicas", what=f"the mixture of experts {model.path}", scope=f"{key}={replicas}")
+
+
+def check_teachers(job: "Job", get: Get) -> None:
+    """Refuse distillation from a mixture of experts."""
+    from jetrl_verl.models.families.base import read
+
+    key = "distillation.teacher_models"
+    for name, teacher in (get(key) or {}).items() if get("distillation.enabled") else ():
+        model = read_model(teacher.get("model_path"), f"{key}.{name}.model_path")
+        if model is not None and any(read(model.config, experts, 0) for experts in EXPERTS):
+            what = f"distillation from the mixture of experts {model.path}"
+            refuse("mixture_as_a_teacher", precision=job.options.precision, what=what)
 
 
 def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:

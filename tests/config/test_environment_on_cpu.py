@@ -300,27 +300,54 @@ def test_without_a_network_a_hub_name_is_not_checked(monkeypatch, tmp_path):
 
 
 def test_a_missing_data_file_is_refused(parquet, tmp_path):
-    check_data("data.train_files", str(parquet))
-    check_data("data.train_files", [str(parquet), "hdfs://cluster/train.parquet", "memory://train-*.parquet"])
-    check_data("data.val_files", None)
+    check_data("data.train_files", str(parquet), "jet_fp8")
+    check_data(
+        "data.train_files", [str(parquet), "hdfs://cluster/train.parquet", "memory://train-*.parquet"], "jet_fp8"
+    )
+    check_data("data.val_files", None, "jet_fp8")
     missing = tmp_path / "none.parquet"
-    assert "(data.val_files) does not exist" in refusal(check_data, "data.val_files", [str(parquet), str(missing)])
+    assert "(data.val_files) does not exist" in refusal(
+        check_data, "data.val_files", [str(parquet), str(missing)], "jet_fp8"
+    )
 
 
-def test_a_data_file_with_images_is_refused(tmp_path):
-    import pyarrow
+TEXT = {"prompt": [{"role": "user", "content": "1+1"}], "images": [], "videos": None}
 
-    for images, seen in (([], False), (None, False), ([{"path": "a.png"}], True)):
-        file = tmp_path / "images.parquet"
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "1+1", "images": images}]), file)
-        check_data("data.train_files", str(file), ["videos", None])
-        if seen:
-            message = refusal(check_data, "data.train_files", str(file), ["images", "videos"])
-            assert message.startswith(
-                f"the column images of {file} (data.train_files) is not supported with a precision"
-            )
-        else:
-            check_data("data.train_files", str(file), ["images", "videos"])
+
+def parts(*kinds: str) -> dict:
+    """Fields of a row whose message is a list of parts."""
+    return {"prompt": [{"role": "user", "content": [{"type": kind, "text": "1+1"} for kind in kinds]}]}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("changes", "seen"),
+    [
+        ({}, ""),
+        ({"images": None}, ""),
+        ({"images": [{"path": "a.png"}]}, "the column images"),
+        ({"videos": ["a.mp4"]}, "the column videos"),
+        ({"pictures": ["a.png"]}, ""),
+        (parts("text", "text"), ""),
+        (parts("text", "image"), "a part of type image in the column prompt"),
+    ],
+)
+def test_data_with_an_image_in_any_row_is_refused(tmp_path, monkeypatch, suffix, changes, seen):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    file, rows = tmp_path / f"train.{suffix}", 3 * [TEXT | parts("text") if "prompt" in changes else TEXT]
+    rows = [*rows, TEXT | changes, *rows]
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = "data.train_files", str(file), "jet_fp8", "prompt", {"images", "videos"}
+    if not seen:
+        check_data(*arguments)
+        return
+    assert refusal(check_data, *arguments) == (
+        f"{seen} of {file} (data.train_files) is not supported with precision=jet_fp8: both sides compute the "
+        "positions of text alone. Set data.train_files and data.val_files to text, or precision=bf16."
+    )
 
 
 def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
@@ -330,20 +357,20 @@ def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
     deeper = tmp_path / "more" / "train.parquet"
     deeper.parent.mkdir()
     for pattern in (f"{tmp_path}/*.parquet", f"{tmp_path}/**/*.parquet", f"{tmp_path}/[a-t]rain.parquet"):
-        check_data("data.train_files", pattern)
+        check_data("data.train_files", pattern, "jet_fp8")
         assert len(datasets.load_dataset("parquet", data_files=pattern, cache_dir=str(tmp_path / "cache"))["train"])
     for none in (f"{tmp_path}/*.parque", f"{tmp_path}/mor*", f"{tmp_path}/none/**/*.parquet"):
         sentence = f"the pattern {none} (data.val_files) matches no data file. Check the path."
-        assert refusal(check_data, "data.val_files", [str(parquet), none]) == sentence
+        assert refusal(check_data, "data.val_files", [str(parquet), none], "jet_fp8") == sentence
     deeper.write_bytes(b"PAR1")
-    message = refusal(check_data, "data.train_files", f"{tmp_path}/**/*.parquet")
+    message = refusal(check_data, "data.train_files", f"{tmp_path}/**/*.parquet", "jet_fp8")
     assert f"{deeper} (data.train_files) is not a readable parquet file" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
 def test_a_damaged_parquet_file_is_refused(parquet, content):
     parquet.write_bytes(content)
-    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
+    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet), "jet_fp8")
 
 
 def test_check_environment_reads_the_composed_config(compose, model_folder, parquet, tmp_path):
@@ -379,7 +406,7 @@ def test_data_beyond_the_footer_is_read(parquet):
     content = bytearray(parquet.read_bytes())
     content[4:40] = bytes(36)
     parquet.write_bytes(content)
-    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet))
+    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet), "jet_fp8")
 
 
 PATH, ONE_GPU = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"

@@ -82,9 +82,10 @@ ELSEWHERE = {
     *("rollout_ranks_of_the_heads", "layer_shard_shape"),
     *("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
     *("mixture_over_replicas", "npu", "rocm", "gpu_without_fp8", "gpu_other_than_hopper", "gpu_of_an_fp8_cache"),
-    *("no_flash_attention_3", "tensor_of_the_bucket"),
+    *("no_flash_attention_3", "tensor_of_the_bucket", "mixture_as_a_teacher"),
 }
-"""Rows that test_environment_on_cpu.py, test_attention_on_cpu.py and test_workers_on_cpu.py test."""
+"""Rows that test_environment_on_cpu.py, test_attention_on_cpu.py, test_workers_on_cpu.py and
+test_verl_overrides_on_cpu.py test."""
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),

@@ -1,15 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""300 sets of overrides from verl's own scripts under ``jet_fp8_exact``, in the driver."""
+"""verl's own scripts in the driver: 300 sets of their overrides under ``jet_fp8_exact``, and those for Qwen3.5."""
 
+import json
 import re
 
+import numpy as np
+import pyarrow.parquet
 import pytest
 import ray
 from hydra.errors import HydraException
-from verl_overrides import SENTENCE, draws, driver_says, write_inputs
+from safetensors.numpy import save_file
+from verl_overrides import SCRIPTS, SENTENCE, draws, driver_says, script_words, write_inputs
 
 import jetrl_verl.patches
+from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.tools.memory.shapes import KNOWN
 
 ACCEPTED_SHARE = 0.4
 REMEDY = re.compile(r".*\. Set ([\w.]+)=([^\s,]+?)(?:,.*|\.)")
@@ -27,14 +33,18 @@ def cures(message: str, words: list[str]) -> bool:
         return True  # what is left of the set is another engine's
 
 
-@pytest.mark.usefixtures("compose")
-def test_sets_of_overrides_run_or_are_refused_in_one_sentence(monkeypatch, tmp_path):
+@pytest.fixture
+def driver(compose, monkeypatch, tmp_path):
+    """``driver_says`` for a job on a CPU, without a checkpoint, and with the state of patches asked once."""
     monkeypatch.chdir(tmp_path)  # resume_mode=auto looks for checkpoints/ here
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setattr(ray, "init", ray.init)  # the driver wraps it
     states = list(jetrl_verl.patches.installed_states())  # half of the driver's time, and the same for every set
     monkeypatch.setattr(jetrl_verl.patches, "installed_states", lambda: states)
 
+
+@pytest.mark.usefixtures("driver")
+def test_sets_of_overrides_run_or_are_refused_in_one_sentence(tmp_path):
     inputs, accepted, bad = write_inputs(tmp_path), 0, []
     for draw in (sets := draws()):
         words = ["precision=jet_fp8_exact", *inputs, *draw.words]
@@ -51,3 +61,57 @@ def test_sets_of_overrides_run_or_are_refused_in_one_sentence(monkeypatch, tmp_p
             bad.append((draw.words, message))
     assert not bad
     assert accepted >= ACCEPTED_SHARE * len(sets)
+
+
+def published(folder, name: str, **changes) -> str:
+    """A folder with the configuration of a model of ``jetrl memory``, and a file in place of its weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(KNOWN[name] | changes))
+    save_file({"any": np.zeros(1)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def text(folder, **columns) -> str:
+    """A data file of a text, with further columns."""
+    row = {"prompt": [{"role": "user", "content": "12+34="}], "images": [], "videos": []}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row | columns]), folder / "train.parquet")
+    return str(folder / "train.parquet")
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_for_qwen3_5_pass_with_text(tmp_path, script, precision):
+    model = published(tmp_path / "model", "qwen3.5-2b" if "_2b_" in script else "qwen3.5-27b")
+    data = text(tmp_path)
+    words = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
+    assert driver_says([f"precision={precision}", *script_words(script), *words]) == ""
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(
+    ("words", "columns", "sentence"),
+    [
+        ((), {"images": [{"bytes": b"PNG"}]}, "the column images of {data} (data.train_files) is not supported with"),
+        ((), {"videos": [{"video": "a.mp4"}]}, "the column videos of {data} (data.train_files) is not supported with"),
+        (
+            ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path={teacher}"),
+            {},
+            "distillation from the mixture of experts {teacher} is not supported with",
+        ),
+        (
+            ("actor_rollout_ref.actor.strategy=fsdp_turbo", "actor_rollout_ref.ref.strategy=fsdp_turbo"),
+            {},
+            "actor_rollout_ref.actor.strategy=fsdp_turbo is not supported with",
+        ),
+    ],
+    ids=["images", "videos", "mixture as a teacher", "FSDP-Turbo"],
+)
+def test_what_qwen3_5_is_not_supported_with_is_refused_by_name(tmp_path, words, columns, sentence):
+    model, teacher = (published(tmp_path / name, name) for name in ("qwen3.5-2b", "qwen3-30b-a3b"))
+    data = text(tmp_path, **columns)
+    inputs = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
+    words = [word.format(teacher=teacher) for word in words]
+    message = driver_says(["precision=jet_fp8", *script_words(SCRIPTS[0]), *inputs, *words])
+    assert message.startswith(sentence.format(data=data, teacher=teacher) + " precision=jet_fp8: ")
+    assert SENTENCE.fullmatch(message)

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of overrides from verl's scripts that ``jet_fp8_exact`` accepts: a step of verl, without a mismatch.
+"""Sets of overrides from verl's scripts that ``jet_fp8_exact`` accepts: a step of verl, without a mismatch; and two
+steps of its scripts for Qwen3.5 with text.
 
 A job runs five sets, harmless ones and others. ``JETRL_OVERRIDE_JOBS=6`` runs thirty; the default is one job.
 """
@@ -9,10 +10,11 @@ import os
 import time
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import pytest
 from hydra import initialize_config_module
-from verl_overrides import Draw, draws, driver_says, write_inputs
+from verl_overrides import SCRIPTS, Draw, draws, driver_says, script_words, write_inputs
 
 from jetrl_verl.tools.demo import task
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -108,19 +110,36 @@ def inputs(tmp_path_factory) -> tuple[str, ...]:
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+def run(folder: Path, *words: str) -> list[float]:
+    """The mismatch of each step of a job on this CPU."""
+    paths = RunPaths(folder / "run")
+    paths.folder.mkdir()
+    places = [f"hydra.run.dir={quote(paths.folder)}", f"trainer.default_local_dir={quote(folder / 'checkpoints')}"]
+    command = [*VERL, PRECISION, *words, *words_on_a_cpu(), *places]
+    with ProcessTree(command, build_environment(paths, "cpu"), paths.log) as tree:
+        while (status := tree.poll()) is None:
+            time.sleep(0.5)
+    assert status == 0, paths.log.read_text()[-4000:]
+    return load_run(paths.folder).series(MISMATCH)[1]
+
+
 @pytest.mark.parametrize("number", range(JOBS))
 def test_accepted_sets_have_no_mismatch(number, inputs, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     with initialize_config_module("verl.trainer.config", version_base=None):
         words = next(islice(joined_sets(inputs), number, None))
     print(*words)
-    paths = RunPaths(tmp_path / "run")
-    paths.folder.mkdir()
-    sizes = [f"{key}={value}" for key, value in SIZES.items()]
-    places = [f"hydra.run.dir={quote(paths.folder)}", f"trainer.default_local_dir={quote(tmp_path / 'checkpoints')}"]
-    command = [*VERL, PRECISION, *inputs, *FIRST, *words, *sizes, *words_on_a_cpu(), *places]
-    with ProcessTree(command, build_environment(paths, "cpu"), paths.log) as tree:
-        while (status := tree.poll()) is None:
-            time.sleep(0.5)
-    assert status == 0, paths.log.read_text()[-4000:]
-    assert load_run(paths.folder).series(MISMATCH)[1] == [0.0]
+    assert run(tmp_path, *inputs, *FIRST, *words, *(f"{key}={value}" for key, value in SIZES.items())) == [0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_for_qwen3_5_take_two_steps_with_text(script, tmp_path):
+    sizes = SIZES | {
+        "trainer.total_training_steps": 2,
+        "actor_rollout_ref.actor.entropy_coeff": 0.1,  # a random policy is hardly ever right
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
+    }
+    pinned = [f"actor_rollout_ref.{role}.fsdp_config.offload_policy=False" for role in ("actor", "ref")]
+    words = [*write_inputs(tmp_path / "inputs", "qwen3_5"), *FIRST, *pinned]
+    assert run(tmp_path, *script_words(script), *words, *(f"{key}={value}" for key, value in sizes.items())) == [0, 0]

@@ -23,7 +23,7 @@ WORKER_ROWS: dict[str, Row] = {
         scope=FP8_ROLLOUT,
     ),
     "images": Row(
-        "samples with images or video",
+        "samples with images, video or audio",
         "both sides compute the positions of text alone",
         instead="Set data.train_files and data.val_files to text, or precision=bf16",
     ),

@@ -35,10 +35,10 @@ def resumes(rank: int, run: str, other: str, world: int) -> None:
     with joined(rank, world, f"{run}/store{world}", BACKEND):
         engine = build(other)
         engine.load_checkpoint(f"{run}/global_step_2/actor", del_local_after_load=False)
-        seen, found = torch.load(f"{run}/seen.pt"), sent(engine)
-        assert found.keys() == seen["sent"].keys()
+        seen, now = torch.load(f"{run}/seen.pt"), sent(engine)
+        assert now.keys() == seen["sent"].keys()
         for name, tensor in seen["sent"].items():
-            assert torch.equal(found[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
+            assert torch.equal(now[name].cpu().view(torch.uint8), tensor.view(torch.uint8)), name
         assert train(engine, seed=3) == pytest.approx(seen["norm"], rel=1e-2)
 
 

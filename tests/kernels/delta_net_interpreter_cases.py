@@ -9,7 +9,8 @@ import pytest
 import torch
 from backends import triton_kernels
 from slow import slow
-from test_delta_net_on_cpu import HEADS, by_formula, check_cuts, inputs, layer, normal, sequences
+from tensors import normal, packed
+from test_delta_net_on_cpu import HEADS, by_formula, check_cuts, inputs, layer
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
@@ -35,7 +36,7 @@ def test_every_cut_has_the_bits_of_whole_sequences(strided):
 def test_values_and_gradients():
     values = inputs(19)
     leaves, exact = [[x.clone().to(d or x.dtype).requires_grad_() for x in values] for d in (None, torch.float64)]
-    y, want = layer(*leaves, sequences(19))[2], by_formula(*exact)
+    y, want = layer(*leaves, packed(19))[2], by_formula(*exact)
     dy = normal(*y.shape, seed=9)
     y.backward(dy)
     want.backward(dy.double())
@@ -53,11 +54,11 @@ def test_the_gradient_of_the_rule_by_chunks(lengths, operands, error):
     them. Two value heads a key, one of which hardly forgets."""
     qkv, b, a, _, _, a_log, dt_bias, _ = inputs(sum(lengths))
     run = partial(triton_kernels.gated_delta_rule_backward, operands=operands)
-    call, cu = (normal(len(qkv), HEADS, 128, seed=9), qkv, b, a, a_log, dt_bias), sequences(*lengths)
+    call, cu = (normal(len(qkv), HEADS, 128, seed=9), qkv, b, a, a_log, dt_bias), packed(*lengths)
     for x, y in zip(run(*call, cu), gradient.chunk_gradients(*call, cu), strict=True):
         assert (x.float() - y).norm() <= error * y.norm()
     last = lengths[-1]
     qkv[:-last] = torch.nan  # in the other sequences
-    alone = run(*(x[-last:] for x in call[:4]), a_log, dt_bias, sequences(last))
+    alone = run(*(x[-last:] for x in call[:4]), a_log, dt_bias, packed(last))
     for x, y in zip(run(*call, cu), alone, strict=True):
         assert x.ndim == 1 or torch.equal(x[-last:], y)

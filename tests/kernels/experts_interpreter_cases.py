@@ -11,6 +11,7 @@ import pytest
 import torch
 from backends import triton_kernels
 from slow import slow
+from tensors import normal
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch
@@ -27,10 +28,6 @@ def set_of(monkeypatch: pytest.MonkeyPatch, name: str, **sizes: int) -> None:
     module = import_module(f"jetrl_verl.kernels.{name}")
     for size, value in sizes.items():
         monkeypatch.setattr(module, size, value)
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
 
 
 def chosen(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:

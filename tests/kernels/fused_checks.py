@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of operations that quantize their result, on any device: the bits of the plain operation, the bytes of
-``reference``, and no write outside their outputs."""
+"""Checks of quantizers and of operations that quantize their result, on any device: the bytes of ``reference``, the
+bits of the plain operation, and no write outside their outputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from backends import triton_kernels
 from contract_inputs import gaussian, heavy_tailed, inf_and_nan, masked_rows
-from quantizer_checks import assert_same_bytes
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.rms_norm import launch_rms_norm
@@ -46,6 +45,37 @@ def canaries(monkeypatch) -> Iterator[None]:
     for buffer in buffers:
         for guard in (buffer[:_GUARD], buffer[-_GUARD:]):
             assert (guard == _CANARY).all(), "written outside of an output"
+
+
+def assert_same_bytes(got: QuantizedTensor, want: QuantizedTensor) -> None:
+    """FP8 data compared as bytes (NaN qdata are equal), scales as bits; layouts in memory may differ."""
+    assert got.qdata.dtype == want.qdata.dtype
+    assert got.qdata.shape == want.qdata.shape
+    assert got.scales.shape == want.scales.shape
+    assert torch.equal(got.qdata.view(torch.uint8).cpu(), want.qdata.view(torch.uint8).cpu())
+    assert torch.equal(
+        got.scales.cpu().contiguous().view(torch.int32), want.scales.cpu().contiguous().view(torch.int32)
+    )
+
+
+def check_all_quantizers(backend, x: torch.Tensor, rule: str, device: str) -> None:
+    """Every quantizer of ``backend`` on ``x [M, K]`` (CPU) moved to ``device``, against ``reference`` on the CPU."""
+    moved = x.to(device)
+    row, transposed = reference.quantize_1x128_and_128x1(x, rule)
+    weight, weight_t = reference.quantize_128x128_and_transpose(x, rule)
+    on_device = [QuantizedTensor(q.qdata.to(device), q.scales.to(device)) for q in (row, weight)]
+    assert_same_bytes(backend.quantize_1x128(moved, rule), row)
+    assert_same_bytes(backend.quantize_128x1(moved, rule), transposed)
+    for got, want in zip(backend.quantize_1x128_and_128x1(moved, rule), (row, transposed), strict=True):
+        assert_same_bytes(got, want)
+    assert_same_bytes(backend.quantize_128x128(moved, rule), weight)
+    for got, want in zip(backend.quantize_128x128_and_transpose(moved, rule), (weight, weight_t), strict=True):
+        assert_same_bytes(got, want)
+    assert_same_bytes(backend.transpose_128x128(on_device[1]), weight_t)
+    relaid = reference.relayout_128x1(row, rule)
+    assert_same_bytes(backend.relayout_128x1(on_device[0], rule), relaid)
+    # The backend's own row result has another layout in memory; the re-layout must read that one too.
+    assert_same_bytes(backend.relayout_128x1(backend.quantize_1x128(moved, rule), rule), relaid)
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:

@@ -7,8 +7,15 @@ import pytest
 import torch
 from backends import triton_kernels
 from contract_inputs import CASES, gaussian, heavy_tailed
-from fused_checks import CHECKS, INPUTS, canaries, check_norm, check_norm_after_experts
-from quantizer_checks import assert_same_bytes, check_all_quantizers
+from fused_checks import (
+    CHECKS,
+    INPUTS,
+    assert_same_bytes,
+    canaries,
+    check_all_quantizers,
+    check_norm,
+    check_norm_after_experts,
+)
 from slow import one_rule_fast, slow
 
 from jetrl_verl import reference

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from backends import triton_kernels
-from kv_cache_heads import SCALES, assert_seen, every_maximum, every_number
+from tensors import SCALES, assert_seen, every_maximum, every_number, normal
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
@@ -26,10 +26,6 @@ from jetrl_verl.reference import cache_shape, dequantize_heads, quantize_heads
 log_probs = sys.modules["jetrl_verl.kernels.log_probs"]  # the package's attribute is the function
 EPS = 1e-6
 BF16_STEP, FP32_STEPS = 2**-7, 2**-20
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor, relative: float) -> None:

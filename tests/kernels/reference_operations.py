@@ -2,8 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared operations as formulas in float64, for autograd: no rounding between input and output."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
+from tensors import normal
+
+from jetrl_verl import kernels
+
+EPS = 1e-6
+ROUNDING = 2**-8
+"""Relative spacing of BF16; a rounding is off by half of it."""
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, unit_offset: bool = False) -> torch.Tensor:
@@ -51,3 +60,54 @@ def logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def log_probs(logits: torch.Tensor, tokens: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
     return (logits / temperature[:, None].double()).log_softmax(-1).gather(1, tokens)
+
+
+Case = tuple[Callable, Callable, tuple[torch.Tensor, ...]]
+"""An operation, its formula, BF16 or FP32 inputs."""
+
+
+def cases(device: str) -> dict[str, Case]:
+    """Operations of rows, by name."""
+    tokens, temperature = torch.arange(66, device=device).view(33, 2), torch.linspace(0.5, 2, 33, device=device)
+
+    def norm(unit_offset: bool) -> Case:
+        functions = (kernels.rms_norm, rms_norm)
+        return *((lambda x, w, f=f: f(x, w, EPS, unit_offset)) for f in functions), (normal(33, 256), normal(256))
+
+    def heads(width: int, rotated: int) -> Case:
+        table = kernels.rotary_table(rotated, 64, {"rope_theta": 1e4}).to(device)
+        positions, functions = torch.arange(33, device=device) * 7 % 64, (kernels.rotary, rotary)
+        turned = ((lambda q, k, f=f: torch.cat(list(f(q, k, table, positions)), dim=1)) for f in functions)
+        return *turned, (normal(33, 3, width), normal(33, 2, width))
+
+    return {
+        "norm": norm(False),
+        "norm with unit offset": norm(True),
+        **{
+            f"{rotated} features of {width}": heads(width, rotated)
+            for width, rotated in ((128, 128), (64, 64), (256, 64))
+        },
+        "silu_mul": (kernels.silu_mul, silu_mul, (normal(33, 131).mul(4), normal(33, 131, seed=2))),
+        "sigmoid_mul": (kernels.sigmoid_mul, sigmoid_mul, (normal(33, 3, 256), normal(33, 3, 256, seed=2).mul(4))),
+        "logits": (kernels.logits, logits, (normal(33, 256), normal(99, 256, seed=1))),
+        "log_probs": (
+            lambda x: kernels.log_probs(x, tokens, temperature),
+            lambda x: log_probs(x, tokens, temperature),
+            (normal(33, 300).float() * 5,),
+        ),
+    }
+
+
+def check_gradient(case: Case, device: str = "cpu", roundings: int = 1) -> None:
+    """Value and gradients against float64 autograd through the formula, off by so many roundings and twice as many."""
+    shared, formula, inputs = case
+    leaves = [x.to(device, copy=True).requires_grad_() for x in inputs]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    y, expected = shared(*leaves), formula(*exact)
+    assert (y.double() - expected).norm() <= roundings * ROUNDING / 2 * expected.norm()
+    gradient = normal(*y.shape, seed=9).to(device, y.dtype)
+    y.backward(gradient)
+    expected.backward(gradient.double())
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == leaf.dtype
+        assert (leaf.grad.double() - exact_leaf.grad).norm() <= roundings * ROUNDING * exact_leaf.grad.norm()

@@ -45,8 +45,8 @@ def check_every_rank(attend, heads: int, kv_heads: int, head_dim: int, ranks: in
     whole = operands(heads, kv_heads, head_dim)
     expected = attend(*whole, cu, max(LENGTHS), head_dim**-0.5)
     for rank, part in enumerate(expected.chunk(ranks, dim=1)):
-        found = attend(*of_rank(rank, ranks, *whole), cu, max(LENGTHS), head_dim**-0.5)
-        assert found.shape == part.shape and torch.equal(found, part), f"rank {rank} of {ranks}"
+        got = attend(*of_rank(rank, ranks, *whole), cu, max(LENGTHS), head_dim**-0.5)
+        assert got.shape == part.shape and torch.equal(got, part), f"rank {rank} of {ranks}"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ every chunk of a prompt, in decode steps, in pages of any size, and in CUDA grap
 
 import pytest
 import torch
+from tensors import different, normal, packed
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels.probe_inputs import Variant
@@ -24,23 +25,17 @@ CHANGES = {
 }
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed + sum(shape))
-    return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
-
-
-def starts_of(lengths) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-
-
 class Sequences:
     """Packed sequences, and the same in pages of any order. ``heads_first``: vLLM 0.29's layout, not 0.24's."""
 
     def __init__(self, head_dim, group, page_size, change="random", heads_first=False, kv_heads=2, fill=0.0):
         self.page_size, self.scale = page_size, head_dim**-0.5
-        self.q = CHANGES[change](normal(sum(LENGTHS), (group + 2) * kv_heads, head_dim))[:, : group * kv_heads]
-        self.k, self.v = (CHANGES[change](normal(sum(LENGTHS), kv_heads, head_dim, seed=i)) for i in (2, 3))
-        self.starts = starts_of(LENGTHS)
+        self.q = CHANGES[change](normal(sum(LENGTHS), (group + 2) * kv_heads, head_dim, device="cuda"))[
+            :, : group * kv_heads
+        ]
+        shape = sum(LENGTHS), kv_heads, head_dim
+        self.k, self.v = (CHANGES[change](normal(*shape, seed=i, device="cuda")) for i in (2, 3))
+        self.starts = packed(*LENGTHS).cuda()
         counts = [-(-n // page_size) for n in LENGTHS]
         numbers = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32).split(counts)
         self.table = torch.nn.utils.rnn.pad_sequence(numbers, batch_first=True).cuda()
@@ -67,7 +62,10 @@ class Sequences:
         spans = [torch.arange(first, end, device="cuda") + self.starts[s] for s, first, end in requests]
         tokens, out = torch.cat(spans), torch.empty_like(self.q[torch.cat(spans)])
         q, table = self.q[tokens], self.table[[s for s, *_ in requests]]
-        cu, lengths = starts_of(map(len, spans)), torch.tensor([end for *_, end in requests], dtype=torch.int32).cuda()
+        cu, lengths = (
+            packed(*map(len, spans)).cuda(),
+            torch.tensor([end for *_, end in requests], dtype=torch.int32).cuda(),
+        )
         most, longest = stated_queries(q.shape[2], max(map(len, spans))), max(LENGTHS)
         plan = None
         if planned:
@@ -105,10 +103,6 @@ def some_tokens(sequences: Sequences) -> torch.Tensor:
     return chosen[torch.randperm(len(chosen), generator=torch.Generator().manual_seed(1))[:1500].cuda()]
 
 
-def different(got: torch.Tensor, want: torch.Tensor) -> int:
-    return int((got.view(torch.int16) != want.view(torch.int16)).sum())
-
-
 def check(sequences: Sequences, counts: tuple[int, ...], steps: tuple[int, ...]) -> torch.Tensor:
     """Batches of ``counts`` decodes and chunks of ``steps`` tokens have the bits of whole sequences, the result."""
     whole, tokens = sequences.whole(), some_tokens(sequences)
@@ -133,7 +127,7 @@ def test_every_way_to_a_query_has_the_trainers_bits(head_dim, group, change):
     for s, n in enumerate(LENGTHS):  # each sequence alone, in a batch of few queries
         span = slice(first := int(sequences.starts[s]), first + n)
         operands = [x[span] for x in (sequences.q, sequences.k, sequences.v)]
-        alone = kernels.attention(*operands, starts_of([n]), n, sequences.scale)
+        alone = kernels.attention(*operands, packed(n).cuda(), n, sequences.scale)
         assert different(alone, whole[span]) == 0, f"{n} tokens alone"
 
 

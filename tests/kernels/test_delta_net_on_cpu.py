@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from tensors import normal, packed
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
@@ -16,14 +17,6 @@ from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
 LENGTHS = (131, 1, 2, 64, 3, 70)
 KEYS, HEADS, EPS = 2, 4, 1e-6
 COLUMNS = (2 * KEYS + HEADS) * 128
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
-
-
-def sequences(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def inputs(tokens: int) -> list[torch.Tensor]:
@@ -44,7 +37,7 @@ def layer(x, b, a, z, taps, a_log, dt_bias, weight, cu) -> tuple[torch.Tensor, .
 def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths: tuple[int, ...] = LENGTHS) -> None:
     """Steps of a random half of the requests, at most ``most`` new tokens each, next to padded requests. States begin
     as NaN in scattered slots; slots of others keep it."""
-    cu, generator, done = sequences(*lengths), random.Random(seed), [0] * len(lengths)
+    cu, generator, done = packed(*lengths), random.Random(seed), [0] * len(lengths)
     tokens, of_model = (values := [x.to(device) for x in inputs(int(cu[-1]))])[:4], values[4:]
     taps, a_log, dt_bias, weight = of_model
     slots = generator.sample(range(12), len(lengths))
@@ -66,7 +59,7 @@ def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths
             spans = [slice(*part[:2]) for part in step]
             x, b, a, z = (torch.cat([t[span] for span in spans]) for t in tokens)
             computed, at = (torch.tensor([part[i] for part in step], dtype=torch.int32) for i in (2, 3))
-            places = [x.to(device) for x in (at, computed, sequences(*(part[1] - part[0] for part in step)))]
+            places = [x.to(device) for x in (at, computed, packed(*(part[1] - part[0] for part in step)))]
             qkv = kernels.causal_conv1d_update(x, taps, conv, *places)
             o = kernels.gated_delta_rule_update(qkv, b, a, a_log, dt_bias, state, *places)
             for got, want in zip((qkv, o, kernels.gated_rms_norm(o, z, weight, EPS)), whole, strict=True):
@@ -83,12 +76,12 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
 
 
 def check_sequences_alone(device: str = "cpu", lengths: tuple[int, ...] = LENGTHS) -> None:
-    cu = sequences(*lengths)
+    cu = packed(*lengths)
     values = [x.to(device) for x in inputs(int(cu[-1]))]
     with torch.no_grad():
         whole = layer(*values, cu.to(device))
         for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-            alone = layer(*(t[start:stop] for t in values[:4]), *values[4:], sequences(stop - start).to(device))
+            alone = layer(*(t[start:stop] for t in values[:4]), *values[4:], packed(stop - start).to(device))
             assert all(torch.equal(part, want[start:stop]) for part, want in zip(alone, whole, strict=True))
         values[0][140] = torch.nan  # in the fourth sequence
         others = torch.arange(int(cu[-1]))[[*range(140), *range(198, int(cu[-1]))]]
@@ -113,7 +106,7 @@ def test_the_layer_is_transformers():
         stock(x := torch.randn(1, 130, 256))
         qkv, z, b, a = (getattr(stock, f"in_proj_{name}")(x)[0] for name in ("qkv", "z", "b", "a"))
         of_model = stock.conv1d.weight.squeeze(1), stock.A_log, stock.dt_bias, stock.norm.weight
-        got = layer(qkv.bfloat16(), b, a, z.bfloat16().unflatten(1, (-1, 128)), *of_model, sequences(130))[2]
+        got = layer(qkv.bfloat16(), b, a, z.bfloat16().unflatten(1, (-1, 128)), *of_model, packed(130))[2]
     assert (got.float() - normed[0]).norm() <= 2**-7 * normed[0].norm()
 
 
@@ -146,7 +139,7 @@ def test_the_gradient_of_the_rule_by_chunks_has_fp32_accuracy(lengths):
     g, beta = (torch.rand(sum(lengths), 3, generator=generator) for _ in range(2))
     values = F.normalize(q, dim=-1) / 8, F.normalize(k, dim=-1), v, g * torch.tensor([-1e-4, -1.0, -30.0]), beta
     exact = [x.double().requires_grad_() for x in values]
-    got = gradient.rule_gradients(do, *values, sequences(*lengths))
+    got = gradient.rule_gradients(do, *values, packed(*lengths))
     parts = [part for part in zip(*(x.split(lengths) for x in exact), strict=True) if len(part[0])]
     want = torch.cat([recurrence(*part) for part in parts])
     for x, y in zip(got, torch.autograd.grad(want, exact, do.double()), strict=True):
@@ -163,14 +156,14 @@ def test_gradients_of_the_layer(monkeypatch, bytes_at_once):
         [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in values] for dtype in (None, torch.double)
     )
     with torch.autocast("cpu", torch.bfloat16, enabled=bytes_at_once == 1):
-        layer(*leaves, sequences(*lengths))[2].backward(dy)
+        layer(*leaves, packed(*lengths))[2].backward(dy)
     parts = zip(*(x.split(lengths) for x in exact[:4]), strict=True)
     torch.cat([by_formula(*part, *exact[4:]) for part in parts]).backward(dy.double())
     for leaf, want in zip(leaves, exact, strict=True):
         assert leaf.grad.dtype == leaf.dtype and (leaf.grad.double() - want.grad).norm() <= 2**-6 * want.grad.norm()
     gradients = [leaf.grad for leaf in leaves[:4]]
     spoiled = [x.clone().requires_grad_() for x in (values[0].index_fill(0, torch.arange(70), torch.nan), *values[1:])]
-    layer(*spoiled, sequences(*lengths))[2].backward(dy)
+    layer(*spoiled, packed(*lengths))[2].backward(dy)
     for leaf, want in zip(spoiled, gradients, strict=False):
         assert (leaf.grad[70:].float() - want[70:].float()).norm() <= 1e-6 * want[70:].float().norm()
 
@@ -178,4 +171,4 @@ def test_gradients_of_the_layer(monkeypatch, bytes_at_once):
 def test_heads_that_do_not_fit_raise():
     x, b, a, _, _, *of_heads, _ = inputs(5)
     with pytest.raises(ValueError, match="896 columns are not query, key and 4 value heads of 128"):
-        kernels.gated_delta_rule(x[:, 128:], b, a, *of_heads, sequences(5))
+        kernels.gated_delta_rule(x[:, 128:], b, a, *of_heads, packed(5))

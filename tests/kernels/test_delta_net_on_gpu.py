@@ -7,16 +7,8 @@ import sys
 import pytest
 import torch
 from backends import triton_kernels
-from test_delta_net_on_cpu import (
-    HEADS,
-    by_formula,
-    check_cuts,
-    check_sequences_alone,
-    inputs,
-    layer,
-    normal,
-    sequences,
-)
+from tensors import normal, packed
+from test_delta_net_on_cpu import HEADS, by_formula, check_cuts, check_sequences_alone, inputs, layer
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
@@ -77,7 +69,7 @@ def test_a_captured_decode_step_writes_zeros_for_padded_requests_and_no_state(st
 def test_values_and_gradients():
     values = inputs(139)
     leaves, exact = [x.cuda().requires_grad_() for x in values], [x.double().requires_grad_() for x in values]
-    y, want = layer(*leaves, sequences(139).cuda())[2], by_formula(*exact)
+    y, want = layer(*leaves, packed(139).cuda())[2], by_formula(*exact)
     dy = normal(*y.shape, seed=9)
     y.backward(dy.cuda())
     want.backward(dy.double())
@@ -89,7 +81,7 @@ def test_values_and_gradients():
 
 def test_states_have_fp32_accuracy():
     """Against the CPU's recurrence, over 700 tokens of heads that forget nothing to everything."""
-    cu, (x, b, a, _, taps, a_log, dt_bias, _) = sequences(700), (t.cuda() for t in inputs(700))
+    cu, (x, b, a, _, taps, a_log, dt_bias, _) = packed(700), (t.cuda() for t in inputs(700))
     states = torch.zeros(2, 1, HEADS, 128, 128)
     slots, computed = torch.zeros(2, dtype=torch.int32)
     qkv = kernels.causal_conv1d(x, taps, cu.cuda())

@@ -35,13 +35,13 @@ def test_log_probs_match_the_trainer_and_ranks_are_counted(count, columns):
         before, temperature = logits.clone(), torch.linspace(0.4, 1.6, count).cuda()
         temperature[count // 2 :] = 1.0
         tokens, normalized = kernels.draw_tokens(logits, temperature, *bits(count))
-        found, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
+        got, ranks = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
         assert torch.equal(logits, before)
         assert ((tokens >= 0) & (tokens < columns - 5)).all()
-        assert torch.equal(found, kernels.log_probs(logits, tokens[:, None], temperature))
+        assert torch.equal(got, kernels.log_probs(logits, tokens[:, None], temperature))
         with torch.enable_grad():
             trained = kernels.log_probs(logits.clone().requires_grad_(), tokens[:, None], temperature)
-        assert torch.equal(found, trained.detach())
+        assert torch.equal(got, trained.detach())
         assert torch.equal(ranks, (logits >= logits.gather(1, tokens[:, None])).sum(dim=1))
 
 
@@ -49,14 +49,14 @@ def test_tokens_and_log_probs_do_not_depend_on_the_batch():
     logits, temperature = rows_of(300), torch.linspace(0.4, 1.6, 300).cuda()
     seeds, counters = bits(300)
     tokens, normalized = kernels.draw_tokens(logits, temperature, seeds, counters)
-    found, _ = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
+    of_all, _ = kernels.drawn_log_probs(logits, tokens, temperature, normalized)
     wide = torch.zeros(300, VOCABULARY + 7, device="cuda")
     wide[:, 3:-4] = logits
     for some in ([17], list(range(0, 300, 7)), list(range(299, -1, -1))):
         for rows in (logits[some], wide[some][:, 3:-4]):
             again, of = kernels.draw_tokens(rows, temperature[some], seeds[some], counters[some])
             assert torch.equal(again, tokens[some])
-            assert torch.equal(kernels.drawn_log_probs(rows, again, temperature[some], of)[0], found[some])
+            assert torch.equal(kernels.drawn_log_probs(rows, again, temperature[some], of)[0], of_all[some])
 
 
 def test_the_cpu_draws_the_same_tokens():
@@ -106,12 +106,12 @@ def test_each_replay_of_a_graph_draws_new_tokens():
         torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, found = step()
+        tokens, got = step()
     seen = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         graph.replay()
-        assert torch.equal(found, kernels.log_probs(logits, tokens[:, None], temperature))
+        assert torch.equal(got, kernels.log_probs(logits, tokens[:, None], temperature))
         seen.append(tokens.clone())
     assert torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
     graph.replay()
@@ -124,6 +124,6 @@ def test_a_row_without_a_softmax_gives_a_token_and_nan(value):
     logits[1] = value
     logits[2, 140_000] = value if value != float("-inf") else float("nan")
     tokens, normalized = kernels.draw_tokens(logits, torch.ones(3, device="cuda"), *bits(3))
-    found, _ = kernels.drawn_log_probs(logits, tokens, torch.ones(3, device="cuda"), normalized)
-    assert found[0].isfinite().all() and found[1:].isnan().all()
+    got, _ = kernels.drawn_log_probs(logits, tokens, torch.ones(3, device="cuda"), normalized)
+    assert got[0].isfinite().all() and got[1:].isnan().all()
     assert ((tokens >= 0) & (tokens < VOCABULARY)).all()

@@ -5,55 +5,34 @@
 import re
 
 import pytest
-import triton
+from hopper import compiled, machine_code_of, ptx_of
 from slow import slow
-from test_triton_for_hopper import machine_code_for_hopper, ptx_for_hopper
 
-from jetrl_verl.kernels.norm_rotary import _norm_rotary_kernel
-from jetrl_verl.kernels.norm_rotary_write import _norm_rotary_write_kernel
-from jetrl_verl.kernels.quantize_1x128 import _quantize_both_kernel
-from jetrl_verl.kernels.quantize_128x128 import _quantize_128x128_kernel
 from jetrl_verl.kernels.relayout_128x1 import _LAUNCH as RELAYOUT
-from jetrl_verl.kernels.relayout_128x1 import _relayout_kernel
-from jetrl_verl.kernels.rms_norm import _ROWS_IN_FLIGHT, _rms_norm_kernel, tile_and_warps
-from jetrl_verl.kernels.silu_mul import (
-    _silu_mul_backward_quantize_kernel,
-    _silu_mul_quantize_kernel,
-)
+from jetrl_verl.kernels.rms_norm import _ROWS_IN_FLIGHT, tile_and_warps
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
-BF16, FP32, QDATA, PAIRS, WORDS = "*bf16", "*fp32", "*u8", "*i16", "*i32"
+NORM, HEADS = "rms_norm._rms_norm_kernel", "norm_rotary._norm_rotary_kernel"
+WRITE, SILU_MUL = "norm_rotary_write._norm_rotary_write_kernel", "silu_mul._silu_mul_quantize_kernel"
 
 
-def types_of(kernel) -> dict[str, str]:
-    """Types of a kernel's arguments, by their names."""
-    words = {"colwise_qdata_ptr", "dgate_colwise_qdata_ptr", "dup_colwise_qdata_ptr", "out_qdata_ptr"}
+def norm(k: int, **changes: object) -> dict[str, object]:
+    """Constants of the norm of rows of ``k`` numbers: the BF16 rows alone."""
+    constants = {"K": k, "TILE": tile_and_warps(k)[0], "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": 0}
+    constants |= {"RESIDUAL": False, "UNIT_OFFSET": False, "WITH_Y": True, "QUANTIZE": False, "POW2": False}
+    return constants | changes
 
-    def type_of(name: str) -> str:
-        if name == "scales_t_ptr" or name.endswith(("rstd_ptr", "scales_ptr")):
-            return FP32
-        if name in ("positions_ptr", "slots_ptr"):
-            return "*i64"
-        if name == "row_ptr":
-            return "*i32"
-        if name in words:
-            return WORDS
-        if name.endswith("words_ptr"):
-            return WORDS
-        if name.endswith("pairs_ptr"):
-            return PAIRS
-        if name.endswith("qdata_ptr"):
-            return QDATA
-        return BF16 if name.endswith("_ptr") else "fp32" if name == "eps" else "i32"
 
-    return {name: type_of(name) for name in kernel.arg_names}
+def norm_after_experts(k: int, slots: int, **changes: object) -> dict[str, object]:
+    """Constants of the norm, quantized, of ``slots`` experts' rows of a token and the residual."""
+    return norm(k, **{"SLOTS": slots, "RESIDUAL": True, "WITH_Y": False, "QUANTIZE": True} | changes)
 
 
 TRANSPOSING = {
-    "1x128 and 128x1": (_quantize_both_kernel, {"WITH_ROWWISE": True}),
-    "re-layout": (_relayout_kernel, {"COLUMNS": RELAYOUT["COLUMNS"]}),
-    "128x128 and transpose": (_quantize_128x128_kernel, {"TRANSPOSE": True}),
-    "SiLU-mul backward": (_silu_mul_backward_quantize_kernel, {}),
+    "1x128 and 128x1": ("quantize_1x128._quantize_both_kernel", {"WITH_ROWWISE": True}),
+    "re-layout": ("relayout_128x1._relayout_kernel", {"COLUMNS": RELAYOUT["COLUMNS"]}),
+    "128x128 and transpose": ("quantize_128x128._quantize_128x128_kernel", {"TRANSPOSE": True}),
+    "SiLU-mul backward": ("silu_mul._silu_mul_backward_quantize_kernel", {}),
 }
 
 
@@ -62,7 +41,7 @@ TRANSPOSING = {
 def test_qdata_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2):
     kernel, constants = TRANSPOSING[name]
     warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, num_warps=warps)
+    ptx = ptx_of(kernel, constants | {"POW2": pow2}, num_warps=warps)
     assert "shared" in ptx
     assert not re.search(r"(ld|st)\.shared\S*\.[bu](8|16)\b", ptx)
     assert not re.search(r"(ld|st)\.global\S*\.[bu]8\b", ptx)
@@ -75,50 +54,44 @@ def test_qdata_are_transposed_as_words_and_stored_16_bytes_at_a_time(name, pow2)
 @pytest.mark.parametrize("name", [*TRANSPOSING, "128x128"])
 def test_the_kernels_compile_for_ada(name, pow2):
     """Ada's assembler, the last step of every compilation here, refuses instructions that only Hopper has."""
-    kernel, constants = TRANSPOSING.get(name, (_quantize_128x128_kernel, {"TRANSPOSE": False}))
+    kernel, constants = TRANSPOSING.get(name, ("quantize_128x128._quantize_128x128_kernel", {"TRANSPOSE": False}))
     warps = RELAYOUT["num_warps"] if name == "re-layout" else 8
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants | {"POW2": pow2}, 89, num_warps=warps)
+    ptx = ptx_of(kernel, constants | {"POW2": pow2}, capability=89, num_warps=warps)
     assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "max.u16x2" not in ptx
 
 
 @pytest.mark.parametrize("with_y", [True, False])
 def test_silu_mul_reads_16_bytes_at_a_time(with_y):
     constants = {"WITH_Y": with_y, "POW2": False, "GROUPS": 32}
-    ptx = ptx_for_hopper(_silu_mul_quantize_kernel, types_of(_silu_mul_quantize_kernel), constants, num_warps=4)
+    ptx = ptx_of(SILU_MUL, constants, num_warps=4)
     assert ptx.count("ld.global.v4.b32") == 8
     assert not re.search(r"ld\.global\.b(8|16|32)\b", ptx)
 
 
-@pytest.mark.parametrize("name", ["norm", "residual sum and norm", "experts' rows, residual sum and norm", "SiLU-mul"])
-def test_kernels_before_a_linear_launch_their_dependents_at_once(name):
-    if name == "SiLU-mul":
-        kernel, constants = _silu_mul_quantize_kernel, {"WITH_Y": False, "POW2": False, "GROUPS": 32}
-    else:
-        kernel, constants = _rms_norm_kernel, {"K": 4096, "TILE": 4096, "HEADS": 1, "STRIDE_TOKEN": 4096}
-        constants |= {"SLOTS": 8 if name == "experts' rows, residual sum and norm" else 0}
-        constants |= {"STRIDE_HEAD": 4096, "RESIDUAL": name != "norm", "UNIT_OFFSET": False}
-        constants |= {"WITH_Y": False, "QUANTIZE": True, "POW2": False}
-    ptx = ptx_for_hopper(kernel, types_of(kernel), constants, num_warps=8)
+@pytest.mark.parametrize(
+    ("kernel", "constants"),
+    [
+        (NORM, norm(4096, WITH_Y=False, QUANTIZE=True)),
+        (NORM, norm_after_experts(4096, slots=0)),
+        (NORM, norm_after_experts(4096, slots=8)),
+        (SILU_MUL, {"WITH_Y": False, "POW2": False, "GROUPS": 32}),
+    ],
+    ids=["norm", "residual sum and norm", "experts' rows, residual sum and norm", "SiLU-mul"],
+)
+def test_kernels_before_a_linear_launch_their_dependents_at_once(kernel, constants):
+    ptx = ptx_of(kernel, constants, num_warps=8)
     assert ptx.count("griddepcontrol.launch_dependents") == 1
     assert "griddepcontrol.launch_dependents" not in ptx[ptx.index("ld.global") :]
     assert "griddepcontrol.wait" not in ptx
 
 
 def sums_of_squares(
-    monkeypatch, kernel, constants: dict, tile: int, warps: int, heads: int = 0, **types: str
+    kernel: str, constants: dict, tile: int, warps: int, heads: int = 0, types=()
 ) -> list[tuple[str, list[str]]]:
     """Layout of each sum over ``tile`` numbers in a kernel and the instructions before its root, which fix its bits.
     With ``heads`` there are so many rows, each in its own warps, and the layout is that of one row."""
-    compiled, stock = [], triton.compile
-
-    def compile_and_keep(*args, **options):
-        compiled.append(stock(*args, **options))
-        return compiled[-1]
-
-    with monkeypatch.context() as patched:
-        patched.setattr(triton, "compile", compile_and_keep)
-        ptx = ptx_for_hopper(kernel, types_of(kernel) | types, constants, num_warps=warps)
-    ir = compiled[-1].asm["ttgir"]
+    code = compiled(kernel, constants, types=types, num_warps=warps).asm
+    ir = code["ttgir"]
     shape = f"{heads}x{tile}xf32" if heads else f"{tile}xf32"
     names = re.findall(rf"\(tensor<{shape}, (#\w+)>\) -> ", ir)
     layouts = [re.search(rf"^{name} = (.*)$", ir, re.MULTILINE).group(1) for name in names]
@@ -131,48 +104,40 @@ def sums_of_squares(
             for layout in layouts
         ]
     instructions = r"\b((?:fma|mul|add|sub|div)\.[a-z.]*f32|shfl\.sync\.bfly|ld\.global\S*)"
-    before_roots = re.split(r"sqrt\S*", ptx)[: len(names)]
+    before_roots = re.split(r"sqrt\S*", code["ptx"])[: len(names)]
     return [(layout, re.findall(instructions, part)) for layout, part in zip(layouts, before_roots, strict=True)]
 
 
-OF_HEADS = {"D": 128, "WIDTH": 128, "UNIT_OFFSET": False}
+def arithmetic(names: list[str]) -> list[str]:
+    return [name for name in names if not name.startswith("ld.")]
+
+
+OF_HEADS = {"D": 128, "WIDTH": 128, "UNIT_OFFSET": False, "HEADS": HEADS_OF_A_PROGRAM}
+CACHE = {False: {}, True: {"keys_ptr": "*u8", "values_ptr": "*u8"}}
+"""Whether it is of FP8 -> types of its pointers."""
 
 
 @pytest.mark.parametrize(("width", "rotated", "unit_offset"), [(128, 128, False), (64, 64, False), (256, 64, True)])
-def test_norm_rotary_sums_squares_as_the_norm(monkeypatch, width, rotated, unit_offset):
+def test_norm_rotary_sums_squares_as_the_norm(width, rotated, unit_offset):
     """Queries, then keys: the layout, and the arithmetic and shuffles from the squares to the sum."""
 
     def computed(layout: str, names: list[str]) -> tuple[str, list[str]]:
-        names = [name for name in names if not name.startswith("ld.")]
+        names = arithmetic(names)
         first, last = names.index("shfl.sync.bfly"), len(names) - names[::-1].index("shfl.sync.bfly")
         squares = [name for name in names[:first] if name != "add.f32"]  # which is 1 + weight
         return layout, squares[-width // 32 :] + names[first : last + 1]
 
     tile, warps = tile_and_warps(width)
-    heads = {"HEADS": 32, "STRIDE_TOKEN": 5120, "STRIDE_HEAD": width}
-    norm = {
-        "K": width,
-        "TILE": tile,
-        **heads,
-        "SLOTS": 0,
-        "RESIDUAL": False,
-        "UNIT_OFFSET": unit_offset,
-        "WITH_Y": True,
-        "QUANTIZE": False,
-        "POW2": False,
-    }
-    (plain,) = sums_of_squares(monkeypatch, _rms_norm_kernel, norm, tile, warps)
-    of_heads = {"D": width, "WIDTH": rotated, "UNIT_OFFSET": unit_offset}
+    of_norm = norm(width, HEADS=32, STRIDE_TOKEN=5120, UNIT_OFFSET=unit_offset)
+    (plain,) = sums_of_squares(NORM, of_norm, tile, warps)
+    of_heads = {"D": width, "WIDTH": rotated, "UNIT_OFFSET": unit_offset, "HEADS": HEADS_OF_A_PROGRAM}
     both = {"Q_HEADS": 32, "K_HEADS": 4, "Q_TOKEN": 5120, "K_TOKEN": 5120, "Q_HEAD": 512, "K_HEAD": width} | of_heads
-    of_program = HEADS_OF_A_PROGRAM
-    both["HEADS"] = of_program
-    fused = sums_of_squares(monkeypatch, _norm_rotary_kernel, both, tile, of_program * warps, of_program)
+    of_program = tile, HEADS_OF_A_PROGRAM * warps, HEADS_OF_A_PROGRAM
+    fused = sums_of_squares(HEADS, both, *of_program)
     assert len(fused) == 2 and len(computed(*plain)[1]) == width // 32 + 2 * 5
     assert [computed(*one) for one in fused] == [computed(*plain)] * 2
-    for fp8, cache in ((False, BF16), (True, QDATA))[: 1 + (width == 128)]:
-        constants, types = heads_and_cache(32, 4, fp8, **of_heads), dict.fromkeys(("keys_ptr", "values_ptr"), cache)
-        kernel = _norm_rotary_write_kernel
-        written = sums_of_squares(monkeypatch, kernel, constants, tile, of_program * warps, of_program, **types)
+    for fp8 in (False, True)[: 1 + (width == 128)]:
+        written = sums_of_squares(WRITE, heads_and_cache(32, 4, fp8, **of_heads), *of_program, CACHE[fp8])
         assert [computed(*one) for one in written] == [computed(*plain)] * 2
 
 
@@ -189,15 +154,13 @@ def heads_and_cache(heads: int, kv_heads: int, fp8: bool, **of_heads: object) ->
         **{f"{x}_HEAD": width for x in "KV"},
         **(dict.fromkeys(layout, 0) if fp8 else layout),
         "FP8": fp8,
-        "HEADS": HEADS_OF_A_PROGRAM,
     }
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_norm_rotary_write_stores_under_masks_and_needs_no_barrier(fp8):
     """Stores of queries in two halves, then keys, then values; with FP8 two E4M3 a store, and a head's scale."""
-    types = types_of(_norm_rotary_write_kernel) | (dict.fromkeys(("keys_ptr", "values_ptr"), QDATA) if fp8 else {})
-    ptx = ptx_for_hopper(_norm_rotary_write_kernel, types, heads_and_cache(32, 4, fp8), num_warps=HEADS_OF_A_PROGRAM)
+    ptx = ptx_of(WRITE, heads_and_cache(32, 4, fp8), types=CACHE[fp8], num_warps=HEADS_OF_A_PROGRAM)
     stores = [
         (bool(predicate), width) for predicate, width in re.findall(r"(@%p\d+ )?st\.global\.((?:v2\.)?b\d+)", ptx)
     ]
@@ -210,18 +173,15 @@ def test_norm_rotary_write_stores_under_masks_and_needs_no_barrier(fp8):
 
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("k", [128, 1536, 4096, 5120, 12288])
-def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
+def test_every_variant_of_the_norm_sums_squares_alike(k, residual):
     """The layout and the instructions fix the bits of a sum.
 
     Variants: with qdata, with and without the BF16 rows; any number of heads in a wider tensor.
     """
     tile, warps = tile_and_warps(k)
 
-    def sum_of_squares(**changes) -> list[tuple[str, list[str]]]:
-        constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k}
-        constants |= {"SLOTS": 0, "RESIDUAL": residual, "UNIT_OFFSET": False}
-        constants |= {"WITH_Y": True, "QUANTIZE": False, "POW2": False} | changes
-        return sums_of_squares(monkeypatch, _rms_norm_kernel, constants, tile, warps)[0]
+    def sum_of_squares(**changes) -> tuple[str, list[str]]:
+        return sums_of_squares(NORM, norm(k, **{"RESIDUAL": residual} | changes), tile, warps)[0]
 
     plain = sum_of_squares()
     assert "shfl.sync.bfly" in plain[1]
@@ -234,33 +194,28 @@ def test_every_variant_of_the_norm_sums_squares_alike(monkeypatch, k, residual):
     assert without_additions(*sum_of_squares(UNIT_OFFSET=True)) == without_additions(*plain)
     for with_y in (True, False):
         assert sum_of_squares(WITH_Y=with_y, QUANTIZE=True) == plain
-    if not residual:
+    if residual:  # whose sum before it is one BF16 addition, bitwise an FP32 addition rounded to BF16
+        layout, names = sum_of_squares(RESIDUAL=False)
+        assert (layout, arithmetic(names)) == (plain[0], arithmetic(plain[1]))
+    else:
         for heads, token, head in ((8, 12 * k, k), (7, 11 * (k + 8), k + 8)):
             assert sum_of_squares(HEADS=heads, STRIDE_TOKEN=token, STRIDE_HEAD=head) == plain
         # Of such heads the launch makes a copy.
         assert sum_of_squares(HEADS=8, STRIDE_TOKEN=12 * k + 1, STRIDE_HEAD=k) != plain
 
 
-def norm_after_experts(k: int, slots: int, **changes) -> tuple:
-    """Constants of the norm after ``slots`` experts' rows of a token, tile, warps."""
-    tile, warps = tile_and_warps(k)
-    constants = {"K": k, "TILE": tile, "HEADS": 1, "STRIDE_TOKEN": k, "STRIDE_HEAD": k, "SLOTS": slots}
-    constants |= {"RESIDUAL": True, "UNIT_OFFSET": False, "WITH_Y": False, "QUANTIZE": True, "POW2": False} | changes
-    return constants, tile, warps
-
-
 @pytest.mark.parametrize("changes", [{}, {"WITH_Y": True, "QUANTIZE": False}], ids=["qdata", "rows"])
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 1), (2048, 2), (2048, 8), (4096, 8)])
-def test_combine_add_rms_norm_sums_squares_as_the_norm(monkeypatch, k, slots, changes):
+def test_combine_add_rms_norm_sums_squares_as_the_norm(k, slots, changes):
     """The additions of the rows come before the instructions of the plain norm; nothing else differs."""
 
+    tile, warps = tile_and_warps(k)
+
     def computed(slots: int) -> tuple[str, list[str]]:
-        call = norm_after_experts(k, slots, **changes)
-        ((layout, names),) = sums_of_squares(monkeypatch, _rms_norm_kernel, *call)
-        return layout, [name for name in names if not name.startswith("ld.")]
+        ((layout, names),) = sums_of_squares(NORM, norm_after_experts(k, slots, **changes), tile, warps)
+        return layout, arithmetic(names)
 
     (layout, plain), (own_layout, fused) = computed(0), computed(slots)
-    _, tile, warps = norm_after_experts(k, slots)
     added = len(fused) - len(plain)
     assert own_layout == layout and fused[added:] == plain and "shfl.sync.bfly" in plain
     # Of two numbers the sum is one of BF16 numbers, which rounds alike in BF16: two in an instruction.
@@ -271,9 +226,8 @@ def test_combine_add_rms_norm_sums_squares_as_the_norm(monkeypatch, k, slots, ch
 @pytest.mark.parametrize(("k", "slots"), [(768, 8), (2048, 2), (2048, 8), (4096, 8), (8192, 8)])
 def test_combine_add_rms_norm_loads_all_rows_before_it_adds(tmp_path, k, slots):
     """Weight and residual are loaded before the row numbers: two loads of 16 bytes a thread of each."""
-    constants, _, warps = norm_after_experts(k, slots)
-    call = _rms_norm_kernel, types_of(_rms_norm_kernel), constants
-    code = machine_code_for_hopper(tmp_path, *call, num_warps=warps, **_ROWS_IN_FLIGHT)
+    options = {"num_warps": tile_and_warps(k)[1], **_ROWS_IN_FLIGHT}
+    code = machine_code_of(compiled(NORM, norm_after_experts(k, slots), **options), tmp_path)
     instructions = re.findall(r"\b(LDG\.E(?:\.128)?|FADD|H?FMA\S*|HADD2\S*|BAR)(?=[. ])", code)
     loads, barrier = [name for name in instructions if name.startswith("LDG")], instructions.index("BAR")
     assert instructions[:barrier] == ["LDG.E.128"] * 4

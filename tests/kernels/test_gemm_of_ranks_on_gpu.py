@@ -53,13 +53,13 @@ def test_all_reduce_thresholds_match_the_published_example():
 def of_ranks(a: QuantizedTensor, b: QuantizedTensor, ranks: int, bias=None) -> torch.Tensor:
     """The sum of the ranks' products, each with its own slice in memory."""
 
-    def held(q: QuantizedTensor) -> QuantizedTensor:
+    def copied(q: QuantizedTensor) -> QuantizedTensor:
         return QuantizedTensor(q.qdata.contiguous(), q.scales.t().contiguous().t())
 
     parts = []
     for rank, (x, w) in enumerate(zip(k_slices(a, ranks), k_slices(b, ranks), strict=True)):
         added = None if rank else bias
-        parts.append(kernels.fprop_quantized(held(x), held(w).qdata, held(w).scales.contiguous(), added))
+        parts.append(kernels.fprop_quantized(copied(x), copied(w).qdata, copied(w).scales.contiguous(), added))
     return kernels.sum_of_ranks(parts)
 
 

@@ -1,31 +1,21 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The FP8 KV cache on the CPU: attention in the trainer and over pages, backward, and PTX of its Triton kernels.
+"""The FP8 KV cache on the CPU: attention in the trainer and over pages, and backward.
 
 Results of the Triton kernels: operations_interpreter_cases.py.
 """
 
-import re
 import sys
 
 import pytest
 import torch
 from reference_operations import attention as exact_attention
-from test_triton_for_hopper import ptx_for_hopper
+from tensors import normal, packed
 from torch.utils.checkpoint import checkpoint
 
 from jetrl_verl import kernels, reference
-from jetrl_verl.kernels.kv_cache import _dequantize_kernel, _quantize_kernel, _read_kernel, _write_kernel
 
 SCALE = 128**-0.5
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
-
-
-def packed(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
 def dequantized(x: torch.Tensor) -> torch.Tensor:
@@ -134,23 +124,3 @@ def test_paged_attention_equals_packed_attention_for_any_chunks():
 def test_mismatched_operands_raise(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call(normal(3, 2, 128))
-
-
-@pytest.mark.parametrize(
-    ("kernel", "constants", "converts"),
-    [
-        (_quantize_kernel, {"HEADS": 8, "ROWS": 16, "KEEP": True}, True),
-        (_quantize_kernel, {"HEADS": 8, "ROWS": 16, "KEEP": False}, False),
-        (_dequantize_kernel, {"ROWS": 16}, False),
-        (_write_kernel, {"HEADS": 8, "UNITS": 1}, True),
-        (_read_kernel, {"HEADS": 8, "UNITS": 1}, False),
-    ],
-    ids=["quantize", "quantize_dequantize", "dequantize", "write", "read"],
-)
-def test_the_kernels_compile_for_hopper(kernel, constants, converts):
-    types = dict.fromkeys(("k_ptr", "v_ptr", "k_out_ptr", "v_out_ptr"), "*bf16")
-    types |= dict.fromkeys(("key_ptr", "key_scales_ptr", "value_ptr", "value_scales_ptr", "cache_ptr"), "*u8")
-    types |= {"slots_ptr": "*i64"} | dict.fromkeys(("table_ptr", "lengths_ptr", "cu_lengths_ptr"), "*i32")
-    ptx = ptx_for_hopper(kernel, types, constants, num_warps=1 if kernel is _write_kernel else 4)
-    assert bool(re.search(r"cvt\.rn\.satfinite\.e4m3x2\.f32", ptx)) == converts
-    assert not re.search(r"\b(atom|red)\.|div\.", ptx)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import build_csrc
 import pytest
-from machine_code import disassembled
+from hopper import disassembled
 
 ROOT = Path(__file__).parents[2]
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The source of the native decode attention kernels on the CPU emulator: the bits of flash_attention_order.py.
 
-test_kv_cache_on_gpu.py compares with FlashAttention 3 itself.
+test_decode_attention_on_gpu.py compares with FlashAttention 3 itself.
 """
 
 from pathlib import Path
@@ -255,7 +255,7 @@ GIVES_BACK = """    sm90::sync_warp();
     if (arrives()) {
       sm90::barrier_arrive(barriers.scores_full(ring));"""
 KERNEL, OF_CLUSTERS, OF_BF16 = KERNELS, f"{KERNELS}_cluster", f"{KERNELS}_bf16"
-SHARED, CLUSTERS_SHARED = "decode_attention.cuh", "decode_attention_cluster.cuh"
+CLUSTERS_SHARED = "decode_attention_cluster.cuh"
 FAULTS = {
     "scores are released before all lanes have written them": (
         f"{KERNEL}.cu",
@@ -267,8 +267,6 @@ FAULTS = {
         'if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);',
         "",
     ),
-    "a key has another's scale": (SHARED, "s1 = scales[g + 8];", "s1 = scales[g];"),
-    "chunks are not swizzled": (SHARED, "(k ^ (g & 7)) * 16", "k * 16"),
 }
 """Fault -> file, its line, the line planted there."""
 
@@ -296,11 +294,6 @@ FAULTS_OF_CLUSTERS = {
         'sm90::barrier_wait(barriers.max_full(other), handed & 1, "max_full", other);',
         "",
     ),
-    "a unit's values have the other's scales": (
-        "Cache::four_scales(pieces[0], 2 * warp + lane / 4, lane % 4)",
-        "Cache::four_scales(pieces[0], 2 * warp, lane % 4)",
-    ),
-    "large scales are not seen": ("(larger_scales(pairs[0]) | larger_scales(pairs[1])) != 0", "false"),
     "values past the last one are read": ("if (4 * lane + b >= left) scales", "if (false) scales"),
     "factors are overwritten": (
         "kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;",
@@ -325,17 +318,8 @@ FAULTS_OF_TURNS = {
         "    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
     ),
     "both warps begin at the same stage": ("  values.skip(turn * Cache::kPieces);\n", ""),
-    "the wrong warp has all of O": ("if (i + 1 == blocks) return true;", "if (i + 2 == blocks) return true;"),
 }
 """Faults where each block has a multiprocessor to itself and its warps of O take turns."""
-
-FAULTS_OF_FP8_CLUSTERS = {
-    "two blocks have each other's features": ("+ rank * kValueUnit", "+ (kBlocks - 1 - rank) * kValueUnit"),
-    "a lane copies another's sixteen": ("rank * kValueUnit + lane % kSixteens * 16;", "rank * kValueUnit;"),
-    "values lie on another block's pages": ("sm90::shuffle(of_units, known + unit)", "sm90::shuffle(of_units, unit)"),
-    "a unit of values is left out": ("unit * CacheUnit::kKeys < left;", "(unit + 1) * CacheUnit::kKeys < left;"),
-    "rows of odd chunks are not swizzled": ("% CacheUnit::kKeys ^ chunk % 2;", "% CacheUnit::kKeys;"),
-}
 
 FAULTS_OF_BF16 = {
     "keys are overwritten": (
@@ -372,15 +356,10 @@ def test_a_planted_fault_is_detected(tmp_path, fault):
     assert detects(plant(tmp_path, file, KERNEL, before, after), Case([700, 30], kv_heads=1), 1)
 
 
-@pytest.mark.parametrize(
-    "fault", mostly_slow([*FAULTS_OF_CLUSTERS, *FAULTS_OF_FP8_CLUSTERS], ["scores are overwritten"])
-)
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS_OF_CLUSTERS, ["scores are overwritten"]))
 def test_a_planted_fault_of_clusters_is_detected(tmp_path, fault):
     """More blocks than any ring has stages; scales above 2^7 in some of them."""
-    file, changes = CLUSTERS_SHARED, FAULTS_OF_CLUSTERS
-    if fault in FAULTS_OF_FP8_CLUSTERS:
-        file, changes = f"{OF_CLUSTERS}.cu", FAULTS_OF_FP8_CLUSTERS
-    faulty = plant(tmp_path, file, OF_CLUSTERS, *changes[fault])
+    faulty = plant(tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *FAULTS_OF_CLUSTERS[fault])
     assert detects(faulty, Case([30, 1000], kv_heads=1, value=huge_at_first), 2)
 
 

@@ -242,11 +242,11 @@ def test_a_decode_step_for_the_sanitizer():
     """Two linears that start before their quantizers end."""
     weights = [kernels.quantize_128x128(torch.randn(512, 512, device="cuda").bfloat16(), "fp32") for _ in range(2)]
     x = torch.randn(33, 512, device="cuda").bfloat16()
-    found = []
+    results = []
     for static_weight in (False, True):
         y = x
         for weight in weights:
             a = kernels.quantize_1x128(y, "fp32")
             y = native("gemm_nt", a, weight, static_weight=static_weight)
-        found.append(y)
-    assert torch.equal(bits(found[0]), bits(found[1])) and found[0].isfinite().all()
+        results.append(y)
+    assert torch.equal(bits(results[0]), bits(results[1])) and results[0].isfinite().all()

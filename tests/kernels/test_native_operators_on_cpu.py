@@ -25,20 +25,17 @@ from native_calls import (
     three_dimensional,
 )
 from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
-from quantizer_checks import assert_same_bytes
 from slow import slow
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
-from jetrl_verl.kernels.gemm_nt import native_gemm_nt, native_supports_gemm_nt
+from jetrl_verl.kernels.gemm_nt import native_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
 from jetrl_verl.kernels.grouped_gemm import (
     native_supports_grouped_gemm_nt_of_ranks,
     native_supports_grouped_wgrad,
 )
-from jetrl_verl.kernels.quantize_128x128 import native_transpose_128x128
-from jetrl_verl.kernels.relayout_128x1 import native_relayout_128x1
-from jetrl_verl.kernels.silu_mul import native_silu_mul_backward_quantize, native_supports_silu_mul_backward
+from jetrl_verl.kernels.silu_mul import native_supports_silu_mul_backward
 from jetrl_verl.kernels.wgrad import native_wgrad
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, GemmCall, QuantizedTensor, k_slices, sum_of_ranks
 from jetrl_verl.tools.doctor import self_check
@@ -112,28 +109,6 @@ def test_results_are_written_to_the_callers_rows():
     assert around.isnan().sum() == around.numel() - 20 * 72
 
 
-@pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("shape", [(1, 128), (131, 272)])
-def test_a_relayout(shape, rule):
-    q = reference.quantize_1x128(gaussian(*shape), rule)
-    assert_same_bytes(native_relayout_128x1(q, rule), reference.relayout_128x1(q, rule))
-
-
-def test_a_transpose():
-    q = reference.quantize_128x128(gaussian(144, 272), "fp32")
-    assert_same_bytes(native_transpose_128x128(q), reference.transpose_128x128(q))
-
-
-@pytest.mark.parametrize("rule", SCALE_RULES)
-@pytest.mark.parametrize("rows", [1, 140])
-def test_the_gradients_of_a_gated_mlp(rows, rule):
-    dy_gate_up = silu_operands(rows, 256, seed=rows)
-    got = native_silu_mul_backward_quantize(*dy_gate_up, rule)
-    want = [q for gradient in silu_gradients(*dy_gate_up) for q in reference.quantize_1x128_and_128x1(gradient, rule)]
-    for one, other in zip(got, want, strict=True):
-        assert_same_bytes(one, other)
-
-
 @pytest.mark.parametrize("operator", native._ARGUMENTS)
 def test_a_valid_call_writes_every_result(operator):
     arguments, results = arguments_of(operator)
@@ -194,12 +169,6 @@ def test_sizes_beyond_32_bits_raise():
     with pytest.raises(RuntimeError, match=f"a stride of {2**31} is not supported"):
         torch.ops.jetrl_emulated.relayout(**arguments | far)
     assert all(map(is_untouched, results.values()))
-
-
-def test_overlapping_rows_are_not_supported():
-    a, b = operands(20, 72, 144, True)
-    a = QuantizedTensor(a.qdata[:1].expand(20, 144), a.scales)
-    assert not native_supports_gemm_nt(GemmCall.by_weight(a, b))
 
 
 def laid_out(x: torch.Tensor, draw: random.Random) -> torch.Tensor:

@@ -124,16 +124,12 @@ def test_a_non_finite_gradient_poisons_only_its_groups(emulator, poison):
 FAULTS = {
     "a thread reads what others still copy": ("sm90_relayout_128x1.cu", "  sm90::sync_block();\n", ""),
     "a thread does not wait for its own copies": ("sm90_relayout_128x1.cu", "  sm90::cp_async_wait();\n", ""),
-    "the place of a chunk goes by another row": ("byte_tile.cuh", "(warp ^ t) * kChunk", "(warp ^ t / 2) * kChunk"),
     "a row past the end is copied": ("byte_tile.cuh", "32 * i < left", "32 * i <= left"),
-    "a column's maximum misses half of its rows": ("sm90_relayout_128x1.cu", "mask = 4;", "mask = 8;"),
-    "the second pair of columns has the first one's qdata": ("sm90_relayout_128x1.cu", "mine += 2, ", ""),
 }
 
 SILU = "sm90_silu_mul_backward.cu"
 SILU_FAULTS = {
     "a column is read before all rows are there": (SILU, "  sm90::sync_block();\n", ""),
-    "a row's maximum misses half of it": (SILU, "mask < 16; mask *= 2) both", "mask < 8; mask *= 2) both"),
     "gradients lie past the end of shared memory": (SILU, "kBytes = 2 * kMatrix;", "kBytes = 2 * kMatrix - 512;"),
     "a row past the end is stored": (SILU, "    if (left > 0) {\n", "    if (left >= 0) {\n"),
 }

@@ -9,8 +9,7 @@ import pytest
 import torch
 from backends import triton_kernels
 from contract_inputs import CASES, gaussian, heavy_tailed
-from fused_checks import INPUTS, bf16, canaries
-from quantizer_checks import assert_same_bytes
+from fused_checks import INPUTS, assert_same_bytes, bf16, canaries
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.kernels import dispatch
@@ -122,13 +121,13 @@ def silu_operands(case, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor, tor
 def check_silu_mul_backward(operands: tuple[torch.Tensor, ...], rule: str, monkeypatch) -> None:
     """Against the gradients of the plain kernel, quantized on the CPU."""
     with canaries(monkeypatch):
-        found = native_silu_mul_backward_quantize(*operands, rule)
+        results = native_silu_mul_backward_quantize(*operands, rule)
     wanted = [
         q
         for gradient in triton_kernels.silu_mul_backward(*operands)
         for q in reference.quantize_1x128_and_128x1(gradient.cpu(), rule)
     ]
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(results, wanted, strict=True):
         assert_same_bytes(got, want)
 
 

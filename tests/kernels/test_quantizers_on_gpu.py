@@ -9,8 +9,7 @@ import pytest
 import torch
 from backends import triton_kernels
 from contract_inputs import CASES, gaussian, heavy_tailed
-from fused_checks import CHECKS, EPS, INPUTS, bf16, canaries, qdata_in
-from quantizer_checks import assert_same_bytes, check_all_quantizers
+from fused_checks import CHECKS, EPS, INPUTS, assert_same_bytes, bf16, canaries, check_all_quantizers, qdata_in
 
 from jetrl_verl import formats, kernels, reference
 from jetrl_verl.kernels.fprop import fprop_quantized
@@ -110,7 +109,7 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
     x, gate, up, residual = (bf16(gaussian, m, k, "cuda", seed) for seed in range(4))
     weight = bf16(gaussian, 1, k, "cuda", 4)[0]
     # Any row may belong to a pair: here each belongs to three tokens.
-    behind = x, torch.stack([torch.randperm(m, device="cuda") for _ in range(3)], dim=1).to(torch.int32), residual
+    row = torch.stack([torch.randperm(m, device="cuda") for _ in range(3)], dim=1).to(torch.int32)
     if name.startswith("quantize"):
         return partial(getattr(kernels, name), x, rule)
     return {
@@ -120,9 +119,9 @@ def call_of(name: str, m: int, k: int, rule: str) -> partial:
         "add_rms_norm_quantize_1x128": partial(
             add_rms_norm_quantize_1x128, x, residual, weight, EPS, rule, with_normed=False
         ),
-        "combine_add_rms_norm": partial(kernels.combine_add_rms_norm, *behind, weight, EPS),
+        "combine_add_rms_norm": partial(kernels.combine_add_rms_norm, x, row, residual, weight, EPS),
         "combine_add_rms_norm_quantize_1x128": partial(
-            kernels.combine_add_rms_norm_quantize_1x128, *behind, weight, EPS, rule, with_normed=True
+            kernels.combine_add_rms_norm_quantize_1x128, x, row, residual, weight, EPS, rule, with_normed=True
         ),
         "silu_mul_quantize": partial(silu_mul_quantize, gate, up, rule, with_product=False),
         "silu_mul_backward_quantize": partial(silu_mul_backward_quantize, x, gate, up, rule),
@@ -204,8 +203,8 @@ def test_layers_that_share_an_input_match_separate_layers(rule):
     apart = gradients([kernels.rms_norm(x, weight, EPS).requires_grad_() for _ in layers])
     together = gradients([quantize_input(normed.clone().requires_grad_(), layers[0].format, rule)] * 3)
     given = QuantizedTensor(qdata.qdata, qdata.scales, normed.clone().requires_grad_())
-    for found in (together, gradients([given] * 3)):
-        assert all(torch.equal(a, b) for a, b in zip(found, apart, strict=True))
+    for got in (together, gradients([given] * 3)):
+        assert all(torch.equal(a, b) for a, b in zip(got, apart, strict=True))
 
 
 @pytest.mark.parametrize("name", [*OPERATIONS, "quantize_1x128", "quantize_128x1", "quantize_128x128"])

@@ -7,11 +7,12 @@ import math
 import pytest
 import reference_operations as reference
 import torch
+from reference_operations import EPS, ROUNDING, check_gradient
+from tensors import normal, packed
 
 from jetrl_verl import kernels
 from jetrl_verl.reference import cache_shape
 
-EPS = 1e-6
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -22,40 +23,24 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 SCALE = 128**-0.5
-ROUNDING = 2**-8
-"""Relative spacing of BF16; a rounding is off by half of it."""
+CASES = reference.cases("cpu")
 
 
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+@pytest.mark.parametrize("name", CASES)
+def test_gradients(name):
+    check_gradient(CASES[name])
 
 
-def sequences(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-
-
-def check_gradient(shared, formula, *inputs: torch.Tensor) -> None:
-    """Value and gradients of ``shared`` on BF16 or FP32 inputs against float64 autograd through ``formula``."""
-    leaves = [x.clone().requires_grad_() for x in inputs]
-    exact = [x.double().requires_grad_() for x in inputs]
-    y, expected = shared(*leaves), formula(*exact)
-    assert (y.double() - expected).norm() <= ROUNDING / 2 * expected.norm()
-    gradient = normal(*y.shape, seed=9).to(y.dtype)
-    y.backward(gradient)
-    expected.backward(gradient.double())
-    for leaf, exact_leaf in zip(leaves, exact, strict=True):
-        assert leaf.grad.dtype == leaf.dtype
-        assert (leaf.grad.double() - exact_leaf.grad).norm() <= ROUNDING * exact_leaf.grad.norm()
-
-
-@pytest.mark.parametrize("unit_offset", [False, True])
-def test_gradient_of_rms_norm(unit_offset):
-    check_gradient(
-        lambda x, w: kernels.rms_norm(x, w, EPS, unit_offset),
-        lambda x, w: reference.rms_norm(x, w, EPS, unit_offset),
-        normal(5, 7, 256),
-        normal(256, seed=1),
+@pytest.mark.parametrize("lengths", [(1,), (5, 123, 1), (64, 64)])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (3, 3)])
+def test_gradient_of_attention(lengths, heads, kv_heads):
+    cu, tokens = packed(*lengths), sum(lengths)
+    case = (
+        lambda q, k, v: kernels.attention(q, k, v, cu, max(lengths), SCALE),
+        lambda q, k, v: reference.attention(q, k, v, cu, SCALE),
+        (normal(tokens, heads, 128), normal(tokens, kv_heads, 128, seed=1), normal(tokens, kv_heads, 128, seed=2)),
     )
+    check_gradient(case)
 
 
 def test_a_norm_with_unit_offset_has_the_bits_of_transformers():
@@ -72,17 +57,6 @@ def test_a_norm_with_unit_offset_has_the_bits_of_transformers():
 
 HEADS = [(128, 128, False), (64, 64, False), (256, 64, True)]
 """Features of a head, rotated ones, unit offset of its norm: of most models, small ones, Qwen3.5."""
-
-
-@pytest.mark.parametrize(("width", "rotated", "_"), HEADS)
-def test_gradient_of_rotary(width, rotated, _):
-    table, positions = kernels.rotary_table(rotated, 64, ROPE), torch.randint(0, 64, (33,))
-    check_gradient(
-        lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
-        lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
-        normal(33, 3, width),
-        normal(33, 2, width),
-    )
 
 
 @pytest.mark.parametrize(("width", "rotated", "unit_offset"), HEADS)
@@ -208,38 +182,6 @@ def test_heads_of_a_merged_projection_are_normalized_as_a_copy():
         assert got.is_contiguous() and torch.equal(got, kernels.rms_norm(x.clone(), weight, EPS))
 
 
-def test_gradients_of_gates():
-    check_gradient(kernels.silu_mul, reference.silu_mul, normal(9, 131).mul(4), normal(9, 131, seed=2))
-    check_gradient(kernels.sigmoid_mul, reference.sigmoid_mul, normal(9, 3, 256), normal(9, 3, 256, seed=2).mul(4))
-
-
-@pytest.mark.parametrize("lengths", [(1,), (5, 123, 1), (64, 64)])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (4, 2), (3, 3)])
-def test_gradient_of_attention(lengths, heads, kv_heads):
-    cu, tokens = sequences(*lengths), sum(lengths)
-    check_gradient(
-        lambda q, k, v: kernels.attention(q, k, v, cu, max(lengths), SCALE),
-        lambda q, k, v: reference.attention(q, k, v, cu, SCALE),
-        normal(tokens, heads, 128),
-        normal(tokens, kv_heads, 128, seed=1),
-        normal(tokens, kv_heads, 128, seed=2),
-    )
-
-
-def test_gradient_of_logits():
-    check_gradient(kernels.logits, reference.logits, normal(2, 17, 256), normal(99, 256, seed=1))
-
-
-def test_gradient_of_log_probs():
-    tokens = torch.randint(0, 300, (41, 2))
-    temperature = torch.rand(41) + 0.5
-    check_gradient(
-        lambda x: kernels.log_probs(x, tokens, temperature),
-        lambda x: reference.log_probs(x, tokens, temperature),
-        normal(41, 300).float() * 5,
-    )
-
-
 def test_log_probs_are_rounded_once():
     x = normal(64, 1000).float() * 8
     tokens, temperature = torch.randint(0, 1000, (64, 3)), torch.full((64,), 0.7)
@@ -253,7 +195,7 @@ def test_log_probs_are_rounded_once():
 def test_attention_over_several_key_blocks_with_values_far_apart():
     q, k, v = (normal(2300, heads, 128, seed=heads) for heads in (2, 1, 1))
     v = v * torch.exp2(torch.randint(-30, 20, (2300, 1, 1)).float()).bfloat16()
-    cu = sequences(2300)
+    cu = packed(2300)
     expected = reference.attention(q.double(), k.double(), v.double(), cu, SCALE)
     got = kernels.attention(q, k, v, cu, 2300, SCALE)
     assert ((got.double() - expected).abs() <= ROUNDING * expected.abs().amax(-1, keepdim=True)).all()
@@ -316,15 +258,15 @@ def test_results_do_not_depend_on_the_number_of_threads():
         return [
             kernels.rms_norm(x, weight, EPS),
             kernels.silu_mul(x, x.flip(-1)),
-            kernels.attention(q, k, v, sequences(200, 57), 200, SCALE),
+            kernels.attention(q, k, v, packed(200, 57), 200, SCALE),
             logits,
             kernels.gated_delta_rule(
-                kernels.causal_conv1d(x, head[:4].t(), sequences(200, 57)),
+                kernels.causal_conv1d(x, head[:4].t(), packed(200, 57)),
                 logits[:, :2],
                 logits[:, 2:4],
                 head[5, :2],
                 head[6, :2],
-                sequences(200, 57),
+                packed(200, 57),
             ),
             kernels.log_probs(logits, torch.zeros(257, 1, dtype=torch.int64), torch.ones(257)),
         ]
@@ -362,7 +304,7 @@ def test_decode_and_chunked_prefill_equal_whole_sequences(lengths, chunk):
     """A rollout's calls, chunk by chunk with all requests in one, against the trainer's packed batch."""
     chunk = max(chunk, max(lengths) // 32)
     q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (4, 2, 2))
-    cu = sequences(*lengths)
+    cu = packed(*lengths)
     whole = kernels.attention(q, k, v, cu, max(lengths), SCALE)
     cache = Cache(len(lengths), max(lengths), 2)
     for start in range(0, max(lengths), chunk):
@@ -382,11 +324,11 @@ def test_decode_and_chunked_prefill_equal_whole_sequences(lengths, chunk):
 def test_attention_does_not_depend_on_other_sequences():
     lengths = (40, 3, 77, 1)
     q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (2, 1, 1))
-    cu = sequences(*lengths)
+    cu = packed(*lengths)
     whole = kernels.attention(q, k, v, cu, 77, SCALE)
     for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         alone = kernels.attention(
-            q[start:stop], k[start:stop], v[start:stop], sequences(stop - start), stop - start, SCALE
+            q[start:stop], k[start:stop], v[start:stop], packed(stop - start), stop - start, SCALE
         )
         assert torch.equal(alone, whole[start:stop])
 
@@ -403,7 +345,7 @@ def test_inf_and_nan_stay_in_their_rows():
     assert log_probs[1].isnan() and log_probs[0] == log_probs[2] == torch.tensor(-math.log(5))
     q, k, v = (normal(6, 1, 128, seed=s) for s in range(3))
     k[4, 0, 0] = torch.nan
-    out = kernels.attention(q, k, v, sequences(3, 3), 3, SCALE)
+    out = kernels.attention(q, k, v, packed(3, 3), 3, SCALE)
     assert out[:4].isfinite().all() and out[4:].isnan().all()
 
 
@@ -418,7 +360,7 @@ def test_zeros_and_large_values():
     )
     q, v = zeros[:, :128].unsqueeze(1), normal(3, 1, 128)
     means = v.double().cumsum(0) / torch.arange(1, 4)[:, None, None]
-    assert torch.equal(kernels.attention(q, q, v, sequences(3), 3, SCALE), means.bfloat16())
+    assert torch.equal(kernels.attention(q, q, v, packed(3), 3, SCALE), means.bfloat16())
 
 
 @pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.float32).min * 2.0**-64])
@@ -453,7 +395,7 @@ def test_unknown_rotary_scaling_raises():
 def test_another_head_dimension_raises():
     q = normal(4, 1, 96)
     with pytest.raises(ValueError, match="expected heads of 64 or 128 or 256, got heads of 96"):
-        kernels.attention(q, q, q, sequences(4), 4, 0.125)
+        kernels.attention(q, q, q, packed(4), 4, 0.125)
 
 
 @pytest.mark.parametrize(
@@ -487,8 +429,8 @@ def test_operands_are_not_broadcast():
         lambda: kernels.rms_norm_quantize_1x128(x, weight[:128], 1e-6, "fp32"),
         lambda: kernels.add_rms_norm_quantize_1x128(x, x[:1], weight, 1e-6, "fp32", with_normed=True),
         lambda: kernels.logits(x[:, :128], x),
-        lambda: kernels.causal_conv1d(x, x.t()[:128], sequences(4)),
-        lambda: kernels.causal_conv1d_update(x, x.t(), x[None], *[sequences(4)] * 3),
+        lambda: kernels.causal_conv1d(x, x.t()[:128], packed(4)),
+        lambda: kernels.causal_conv1d_update(x, x.t(), x[None], *[packed(4)] * 3),
         lambda: kernels.gated_rms_norm(x.unflatten(1, (2, 128)), x[:, None, :128], weight[:128], 1e-6),
         lambda: kernels.log_probs(scores, tokens, torch.ones(1)),
         lambda: kernels.log_probs(scores, tokens[:1], torch.ones(4)),

@@ -5,14 +5,13 @@
 import pytest
 import reference_operations as reference
 import torch
+from reference_operations import EPS, ROUNDING
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.reference import cache_shape
 from jetrl_verl.sync.operations_probe import stated_operations
 
-EPS = 1e-6
-BF16_STEP = 2**-8
 COUNTS = [1, 2, 3, 7, 16, 17, 64, 65, 100, 128, 129, 257, 1000, 4096]
 
 
@@ -30,7 +29,7 @@ def test_norms_do_not_depend_on_the_batch_or_fusion(k, unit_offset):
     x, residual, of_norm = normal(4097, k), normal(4097, k, seed=1), (normal(k, seed=2), EPS, unit_offset)
     whole, rstd = torch.ops.jetrl.rms_norm(x, *of_norm)
     expected = reference.rms_norm(x.double(), of_norm[0].double(), EPS, unit_offset)
-    assert (whole.double() - expected).norm() <= BF16_STEP / 2 * expected.norm()
+    assert (whole.double() - expected).norm() <= ROUNDING / 2 * expected.norm()
     # After the sum of squares every step is rounded by itself, 1 + weight too: no instruction fuses two of them.
     factor = of_norm[0].float() + 1 if unit_offset else of_norm[0].float()
     assert torch.equal(whole, (x.float() * rstd[:, None] * factor).bfloat16())
@@ -52,14 +51,14 @@ def test_logits_and_log_probs_do_not_depend_on_the_batch(k, columns):
     assert (whole[:64] - expected).norm() <= k / 16 * 2**-24 * expected.norm()
     tokens = torch.arange(1025, device="cuda")[:, None] % columns
     temperature = torch.linspace(0.4, 1.6, 1025).cuda()
-    found = kernels.log_probs(whole, tokens, temperature)
+    of_all = kernels.log_probs(whole, tokens, temperature)
     exact = reference.log_probs(whole[:64].double(), tokens[:64], temperature[:64])
-    assert (found[:64] - exact).abs().max() <= 1e-5 * exact.abs().max()
+    assert (of_all[:64] - exact).abs().max() <= 1e-5 * exact.abs().max()
     for count in COUNTS:
         rows = torch.randperm(1025, device="cuda")[:count]
         some = kernels.logits(hidden[rows], weight)
         assert torch.equal(some, whole[rows])
-        assert torch.equal(kernels.log_probs(some, tokens[rows], temperature[rows]), found[rows])
+        assert torch.equal(kernels.log_probs(some, tokens[rows], temperature[rows]), of_all[rows])
 
 
 def test_router_logits_do_not_depend_on_the_tile():
@@ -93,9 +92,9 @@ def test_log_probs_do_not_depend_on_removed_padding():
 
 def test_unused_vocabulary_is_masked_in_place_under_autograd():
     hidden, weight = normal(2, 5, 128).requires_grad_(), normal(40, 128, seed=1).requires_grad_()
-    found = kernels.logits(hidden, weight)
-    found[..., 33:] = -1e30
-    found[..., :33].sum().backward()
+    logits = kernels.logits(hidden, weight)
+    logits[..., 33:] = -1e30
+    logits[..., :33].sum().backward()
     assert hidden.grad is not None and weight.grad[33:].abs().max() == 0
 
 
@@ -118,8 +117,8 @@ def test_rotary_and_activation_do_not_depend_on_the_batch(width, rotary_dim, _):
         assert got.is_contiguous() and torch.equal(got, copy) and torch.equal(got.cpu(), other)
     for count in COUNTS:
         some = torch.randperm(4097, device="cuda")[:count]
-        found = kernels.rotary(q[some], k[some], table, positions[some])
-        assert all(torch.equal(x, whole[some]) for x, whole in zip(found, rotated, strict=True))
+        got_some = kernels.rotary(q[some], k[some], table, positions[some])
+        assert all(torch.equal(x, whole[some]) for x, whole in zip(got_some, rotated, strict=True))
         assert torch.equal(kernels.silu_mul(*both[some].chunk(2, -1)), active[some])
 
 
@@ -172,7 +171,7 @@ def test_norm_rotary_matches_norm_then_rotary(heads, kv_heads, width, rotary_dim
             y = torch.cat(kernels.rotary(*normed, table, positions), dim=1)
         y.backward(normal(*y.shape, seed=9))
         gradients.append([x.grad for x in leaves])
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*gradients, strict=True))
+    assert all(torch.equal(actual, desired) for actual, desired in zip(*gradients, strict=True))
 
 
 def heads_for_a_cache(
@@ -232,14 +231,14 @@ def test_norm_rotary_write_fp8_matches_norm_rotary_and_write_kv(heads, kv_heads,
         (q, k, v, *others), slots = heads_for_a_cache(tokens, heads, kv_heads, pages * block_size)
         q_want, k_want = kernels.norm_rotary(q, k, *others)
         got, want = (torch.full(cache_shape(pages, block_size, kv_heads), 7, dtype=torch.uint8) for _ in range(2))
-        mine, theirs = got.cuda(), got.cuda()
+        fused, separate = got.cuda(), got.cuda()
         with torch.no_grad():
-            assert same_bytes(kernels.norm_rotary_write_fp8(q, k, v, *others, mine, slots), q_want)
-            kernels.write_kv(k_want, v, theirs, slots)
+            assert same_bytes(kernels.norm_rotary_write_fp8(q, k, v, *others, fused, slots), q_want)
+            kernels.write_kv(k_want, v, separate, slots)
         count = len(slots)
         run = dispatch.implementation("write_kv", "reference")
         run(k_want[:count].cpu(), v[:count].cpu(), want, slots.cpu())
-        assert torch.equal(mine, theirs) and torch.equal(mine.cpu(), want)
+        assert torch.equal(fused, separate) and torch.equal(fused.cpu(), want)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
@@ -270,52 +269,17 @@ def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
 def test_gradients_of_attention(head_dim):
     lengths, scale = (130, 1, 64), head_dim**-0.5
     cu = sequences(*lengths)
-    ours = [normal(sum(lengths), h, head_dim, seed=h).requires_grad_() for h in (4, 2, 2)]
-    exact = [x.detach().double().requires_grad_() for x in ours]
-    gradient = normal(sum(lengths), 4, head_dim, seed=9)
-    kernels.attention(*ours, cu, max(lengths), scale).backward(gradient)
-    reference.attention(*exact, cu.cpu(), scale).backward(gradient.double())
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+    case = (
+        lambda q, k, v: kernels.attention(q, k, v, cu, max(lengths), scale),
+        lambda q, k, v: reference.attention(q, k, v, cu.cpu(), scale),
+        tuple(normal(sum(lengths), heads, head_dim, seed=heads + i) for i, heads in enumerate((4, 2, 2))),
+    )
+    reference.check_gradient(case, "cuda", roundings=2)
 
 
-@pytest.mark.parametrize("operation", ["rms_norm", "silu_mul", "sigmoid_mul", "rotary", "logits", "log_probs"])
-def test_gradients_of_the_others(operation):
-    table = kernels.rotary_table(128, 64, {"rope_theta": 1e4}).cuda()
-    positions = torch.arange(66, device="cuda")[::2] % 50
-    tokens, temperature = torch.arange(33, device="cuda")[:, None], torch.linspace(0.5, 2, 33).cuda()
-    shared, formula, inputs = {
-        "rms_norm": (
-            lambda x, w: kernels.rms_norm(x, w, EPS, True),
-            lambda x, w: reference.rms_norm(x, w, EPS, True),
-            (normal(33, 256), normal(256)),
-        ),
-        "silu_mul": (kernels.silu_mul, reference.silu_mul, (normal(33, 131), normal(33, 131, seed=1))),
-        "sigmoid_mul": (
-            kernels.sigmoid_mul,
-            reference.sigmoid_mul,
-            normal(33, 3, 512).chunk(2, dim=-1),
-        ),
-        "rotary": (
-            lambda q, k: torch.cat(kernels.rotary(q, k, table, positions), dim=1),
-            lambda q, k: torch.cat(reference.rotary(q, k, table, positions), dim=1),
-            (normal(33, 3, 128), normal(33, 2, 128)),
-        ),
-        "logits": (kernels.logits, reference.logits, (normal(33, 256), normal(99, 256, seed=1))),
-        "log_probs": (
-            lambda x: kernels.log_probs(x, tokens, temperature),
-            lambda x: reference.log_probs(x, tokens, temperature),
-            (normal(33, 300).float(),),
-        ),
-    }[operation]
-    ours = [x.clone().requires_grad_() for x in inputs]
-    exact = [x.double().requires_grad_() for x in inputs]
-    y, expected = shared(*ours), formula(*exact)
-    gradient = normal(*y.shape, seed=9).to(y.dtype)
-    y.backward(gradient)
-    expected.backward(gradient.double())
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert (mine.grad.double() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+@pytest.mark.parametrize("name", reference.cases("cpu"))
+def test_gradients_of_the_others(name):
+    reference.check_gradient(reference.cases("cuda")[name], "cuda", roundings=2)
 
 
 def test_the_probe_is_repeatable():

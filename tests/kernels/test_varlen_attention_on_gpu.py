@@ -29,27 +29,27 @@ def operands(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> li
 def test_values_and_gradients_match_float32_sdpa(head_dim, heads, kv_heads, dtype, name):
     if name == "flash_attention_3" and (reason := vllm_kernels.no_flash_attention_3()):
         pytest.skip(reason)
-    ours, scale = operands(heads, kv_heads, head_dim, dtype), head_dim**-0.5
-    exact = [x.detach().float().requires_grad_() for x in ours]
+    leaves, scale = operands(heads, kv_heads, head_dim, dtype), head_dim**-0.5
+    exact = [x.detach().float().requires_grad_() for x in leaves]
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
-    out = PackedAttention.apply(*ours, cu, max(LENGTHS), scale, FORWARDS[name], flash_attention_backward)
+    out = PackedAttention.apply(*leaves, cu, max(LENGTHS), scale, FORWARDS[name], flash_attention_backward)
     want = reference.attention(*exact, cu, scale)
     assert out.dtype == dtype and out.shape == want.shape
     gradient = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
     out.backward(gradient)
     want.backward(gradient.float())
     assert (out.float() - want).norm() <= BF16_STEP * want.norm()
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert mine.grad.dtype == dtype
-        assert (mine.grad.float() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == dtype
+        assert (leaf.grad.float() - exact_leaf.grad).norm() <= 2 * BF16_STEP * exact_leaf.grad.norm()
 
 
 def test_the_operation_runs_the_selected_forward():
-    ours = operands(8, 2, 128, torch.bfloat16)
+    leaves = operands(8, 2, 128, torch.bfloat16)
     cu = torch.tensor([0, *LENGTHS]).cumsum(0).to("cuda", torch.int32)
-    out = varlen_attention(*ours, cu, max(LENGTHS), 128**-0.5)
+    out = varlen_attention(*leaves, cu, max(LENGTHS), 128**-0.5)
     run = dispatch.lookup("varlen_attention", cu.device)
-    expected, _ = run(*(x.detach() for x in ours), cu, max(LENGTHS), 128**-0.5)
+    expected, _ = run(*(x.detach() for x in leaves), cu, max(LENGTHS), 128**-0.5)
     assert torch.equal(out, expected)
 
 

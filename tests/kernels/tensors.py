@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Heads for tests of the FP8 KV cache's quantizer, on any device."""
+"""Inputs and comparisons of the kernels' tests."""
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +9,33 @@ from jetrl_verl.reference import dequantize_heads, quantize_heads
 
 SCALES = range(-63, 121)
 """Exponents of all scales that BF16 heads can have."""
+
+
+def normal(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """BF16 normal numbers, drawn on the device."""
+    generator = torch.Generator(device).manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+
+def packed(*lengths: int) -> torch.Tensor:
+    """Where packed sequences of these lengths start, and the end: int32."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def of_every_size(x: torch.Tensor) -> torch.Tensor:
+    """Tokens' heads times powers of two from 2^-40 to 2^20."""
+    return x * 2.0 ** (torch.arange(len(x), device=x.device) % 61 - 40)[:, None, None].to(x.dtype)
+
+
+def outliers(x: torch.Tensor) -> torch.Tensor:
+    """One channel 100 times larger in some tokens."""
+    x[::3, :, 9] *= 100
+    return x
+
+
+def different(got: torch.Tensor, want: torch.Tensor) -> int:
+    """How many BF16 numbers differ in a bit."""
+    return int((got.view(torch.int16) != want.view(torch.int16)).sum())
 
 
 def every_number(exponent: int) -> torch.Tensor:

@@ -467,27 +467,31 @@ def triton_gated_delta_rule_backward(
     dqkv, db, da = torch.empty_like(qkv, dtype=operands), *(b.new_empty(tokens, heads) for _ in range(2))
     of_heads = b.new_zeros(chunks, heads, 2)
     if tokens:
-        sizes, strides, decay = (keys, heads), (b.stride(0), a.stride(0)), (a_log, dt_bias)
-        of_states = (sequences * heads * (HEAD // _SCAN["COLUMNS"]),)
+        sizes, strides = (keys, heads), (b.stride(0), a.stride(0))
+        columns_of_states = (sequences * heads * (HEAD // _SCAN["COLUMNS"]),)
         _places_kernel[(sequences,)](cu_seqlens, places, num_warps=4)
-        chunk = places, norms, gates
-        _prepare_kernel[(chunks, heads)](qkv, b, a, *decay, do, *chunk, inverses, dy, *sizes, *strides, **_PREPARE)
-        scan = norms, gates, inverses, cu_seqlens
-        _states_kernel[of_states](qkv, *scan, states, r, *sizes, **_SCAN)
-        _reverse_kernel[of_states](qkv, do, *scan, dstates, dy, *sizes, **_SCAN)
-        of_products = dq_k, inverses  # which nothing reads from here on
+        _prepare_kernel[(chunks, heads)](
+            qkv, b, a, a_log, dt_bias, do, places, norms, gates, inverses, dy, *sizes, *strides, **_PREPARE
+        )
+        _states_kernel[columns_of_states](qkv, norms, gates, inverses, cu_seqlens, states, r, *sizes, **_SCAN)
+        _reverse_kernel[columns_of_states](qkv, do, norms, gates, inverses, cu_seqlens, dstates, dy, *sizes, **_SCAN)
+        dk_k = inverses  # which nothing reads from here on
         _gradients_kernel[(chunks, heads)](
             qkv,
             b,
             a,
-            *decay,
+            a_log,
+            dt_bias,
             do,
-            *chunk,
+            places,
+            norms,
+            gates,
             states,
             dstates,
             r,
             dy,
-            *of_products,
+            dq_k,
+            dk_k,
             dqkv,
             db,
             da,
@@ -496,8 +500,7 @@ def triton_gated_delta_rule_backward(
             *strides,
             **_OF_CHUNKS,
         )
-        queries = qkv, places, norms, r, dy
-        _queries_and_keys_kernel[(chunks, keys)](*queries, *of_products, dqkv, *sizes, **_OF_CHUNKS)
+        _queries_and_keys_kernel[(chunks, keys)](qkv, places, norms, r, dy, dq_k, dk_k, dqkv, *sizes, **_OF_CHUNKS)
     da_log, ddt_bias = of_heads.sum(0).unbind(1)
     return dqkv, db, da, da_log, ddt_bias
 

@@ -107,8 +107,8 @@ def unavailable() -> str | None:
     return mismatch("jetrl_native")
 
 
-def mismatch(namespace: str, library: Path | None = None) -> str | None:
-    """Why ``torch.ops.<namespace>`` of a loaded ``library`` (default: the package's) does not fit this file, or None.
+def mismatch(namespace: str) -> str | None:
+    """Why ``torch.ops.<namespace>`` of a loaded library does not fit this file, or None.
 
     Compares the names of arguments. A library of another version of csrc/ would fail minutes later, in a worker.
     """
@@ -117,7 +117,7 @@ def mismatch(namespace: str, library: Path | None = None) -> str | None:
         names = operator and " ".join(argument.name for argument in operator.default._schema.arguments)
         if names != arguments:
             return (
-                f"{(library or library_path()).name} comes from another version of the kernels ({namespace}.{name} "
+                f"{library_path().name} comes from another version of the kernels ({namespace}.{name} "
                 f"{f'accepts {names}' if names else 'is not in it'}): run `python scripts/build_csrc.py` again, or "
                 "install the package again"
             )

@@ -68,15 +68,12 @@ class DemoOptions:
         return 0 if words[-1:] == ["trainer.val_only=true"] else self.steps
 
 
-def run_demo(
-    options: DemoOptions, console: Console, recipe: cache.Recipe | None = None, trainer: Sequence[str] = VERL
-) -> int:
+def run_demo(options: DemoOptions, console: Console, trainer: Sequence[str] = VERL) -> int:
     """Run the demo and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 
-    ``recipe``: data, policy and warm-up, by default those of ``options.policy``. ``trainer``: program to which the
-    overrides are appended.
+    ``trainer``: program to which the overrides are appended.
     """
-    recipe = recipe or cache.Recipe(policy=POLICIES[options.policy])
+    recipe = cache.Recipe(policy=POLICIES[options.policy])
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
     say = _printer(console)
     try:

@@ -8,14 +8,16 @@ parameters, and reduces gradients in each micro-batch, as verl does; with ``--fs
 one micro-batch to the next (``jetrl.gathered=batch``). Precisions take turns:
 
 - *bf16*: stock Hugging Face. *bf16_shared*: the shared operations between its linears. *jet_fp8*: both in FP8.
+- */selective* after one of the last two: layers keep results (``jetrl.checkpointing``). */none*: no recomputation.
 
 **Without a GPU** layers are narrow and the batch is small, so that arithmetic takes next to no time. This package's
 operations run the code of a Hopper GPU, Triton's Python included, up to the driver's call, which is counted instead of
 made. Microseconds are the host's without the driver, some 3 us a launch. Counts are exact.
 
 **On a GPU** layers have the shape of Qwen3-8B, or of ``--shape``: launches of a layer, and milliseconds of the step at
-each of ``--tokens``, of the host until all is queued, and of the GPU's kernels. ``--where PRECISION`` also prints the
-functions in which the host spends a step; the profiler slows down each call.
+each of ``--tokens``, of the host until all is queued, and of the GPU's kernels; and what a forward keeps for its
+backward. ``--where PRECISION`` also prints the functions in which the host spends a step; the profiler slows down each
+call.
 """
 
 import argparse
@@ -44,6 +46,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jetrl_verl.kernels import dispatch, native, vllm_kernels
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.checkpointing import checkpoint
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.provenance import provenance
@@ -51,6 +54,8 @@ from jetrl_verl.train.shared_operations import share_operations
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PRECISIONS = ("bf16", "bf16_shared", "jet_fp8")
+CHECKPOINTINGS = ("selective", "none")
+ROWS = (*PRECISIONS, *(f"{precision}/{kind}" for precision in PRECISIONS[1:] for kind in CHECKPOINTINGS))
 PHASES = ("forward", "backward")
 SHAPES = {
     "8b": dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8),
@@ -185,8 +190,9 @@ def shard(model: Qwen3ForCausalLM, gathered: str) -> None:
     model.model.set_reshard_after_backward(gathered == "pass")
 
 
-def make(precision: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
+def make(row: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
     """A model whose layers train as in verl; ``fsdp``: empty for none."""
+    precision, _, checkpointing = row.partition("/")
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model = Qwen3ForCausalLM(config).to(torch.float32 if fsdp else torch.bfloat16)
@@ -199,7 +205,10 @@ def make(precision: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
 
         register()
         model.config._attn_implementation = "jetrl_varlen"
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if checkpointing == "selective":
+        checkpoint(model)
+    elif not checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if fsdp:
         shard(model, fsdp)
     return model.train()
@@ -353,6 +362,15 @@ def kernels_on_gpu(step: Step) -> tuple[int, float]:
     return sum(event.count for event in kernels), sum(event.self_device_time_total for event in kernels) / 1e6
 
 
+def kept_on_gpu(step: Step) -> int:
+    """Bytes that a forward leaves for its backward."""
+    before = torch.cuda.memory_allocated()
+    step.forward()
+    kept = torch.cuda.memory_allocated() - before
+    step.backward()
+    return kept
+
+
 def seconds_on_gpu(step: Step) -> dict[str, float]:
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -393,6 +411,7 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
             results[precision]["launches"] = launches / config.num_hidden_layers
             results[precision]["tokens"][tokens] = {
                 "kernels": kernels / config.num_hidden_layers,
+                "kept": kept_on_gpu(step) / config.num_hidden_layers,
                 **{
                     part: [run[part] / config.num_hidden_layers for run in runs[precision]] for part in ("host", "step")
                 },
@@ -406,7 +425,8 @@ def on_gpu(config: Qwen3Config, options: argparse.Namespace) -> dict[str, Any]:
 
 def report_gpu(results: dict[str, Any], options: argparse.Namespace) -> None:
     title = (
-        "a layer, forward and backward, ms: step, median and smallest; until the host has queued it; kernels of the GPU"
+        "a layer, forward and backward, ms: step, median and smallest; until the host has queued it; kernels of the "
+        "GPU; KB that a token keeps"
     )
     table = Table(title=title, box=SIMPLE_HEAD)
     for column in ("precision", "launches", *(f"{tokens} tokens" for tokens in options.tokens)):
@@ -418,7 +438,8 @@ def report_gpu(results: dict[str, Any], options: argparse.Namespace) -> None:
             step, host = (1e3 * statistics.median(parts[part]) for part in ("step", "host"))
             ratio = step / (1e3 * statistics.median(first[tokens]["step"]))
             least, kernels = 1e3 * min(parts["step"]), 1e3 * parts["kernels"]
-            cells.append(f"{step:.2f} ({least:.2f}); {host:.2f}; {kernels:.2f}; {ratio:.2f}x")
+            kept = parts["kept"] / tokens / 1e3
+            cells.append(f"{step:.2f} ({least:.2f}); {host:.2f}; {kernels:.2f}; {ratio:.2f}x; {kept:.1f}")
         table.add_row(precision, f"{result['launches']:.1f}", *cells)
     console.print(table)
 
@@ -437,12 +458,12 @@ def main() -> int:
         default="",
         help="shard the layers by FSDP2, on one rank; freed after each layer's pass, or after a batch",
     )
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--precisions", nargs="+", choices=ROWS, default=list(PRECISIONS))
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument(
         "--triton-us", type=float, default=15.0, help="taken for a launch by Triton's JIT, without a GPU"
     )
-    parser.add_argument("--where", choices=PRECISIONS, help="print where the host spends a step of it, on a GPU")
+    parser.add_argument("--where", choices=ROWS, help="print where the host spends a step of it, on a GPU")
     parser.add_argument("--out", type=Path, help="where the JSON goes")
     options = parser.parse_args()
     config = Qwen3Config(

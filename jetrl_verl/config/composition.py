@@ -48,6 +48,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "old_log_probs": ("compute", "rollout"),
     "kv_cache": tuple(CACHES),
     "gathered": ("pass", "batch"),
+    "checkpointing": ("auto", "full", "selective"),
 }
 _POSITIVE: dict[str, Any] = {"clip_interval": int, "correction_scale": int | float, "invariant_scaling": int | float}
 

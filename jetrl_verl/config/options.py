@@ -93,6 +93,11 @@ class JetConfig:
     """How long FSDP2's gathered weights stay: for a ``pass`` of their layer, or for all micro-batches of a ``batch``;
     see ``train.gathered``."""
 
+    checkpointing: str = "auto"
+    """What the actor's decoder layers keep for their recomputation: their input (``full``), also results of products
+    and attention (``selective``), or those in as many layers as memory allows (``auto``); see ``train.checkpointing``.
+    Without shared operations ``auto`` is ``full``."""
+
     invariant_scaling: float = 1.0
     """Factor folded into the norms before q, k, v, gate and up; see ``algorithms.invariant_scaling``."""
 

@@ -19,6 +19,7 @@ from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import CPU_ALONE, Backends, implements, lookup
 from jetrl_verl.kernels.kv_cache import QuantizedKV, dequantize_kv, quantize_dequantize_kv, quantize_kv
 from jetrl_verl.kernels.operator import dispatched, operator, require_bf16
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.views import as_type
 from jetrl_verl.reference.kv_cache import HEAD_DIM
 from jetrl_verl.reference.reproducible import (
@@ -258,7 +259,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cu_seqlens, max_seqlen: int, scale: float, run: Callable, run_backward: Callable):
         ctx.max_seqlen, ctx.scale, ctx.run_backward = max_seqlen, scale, run_backward
-        out, lse = run(q, k, v, cu_seqlens, max_seqlen, scale)
+        out, lse = computed_once(run, q, k, v, cu_seqlens, max_seqlen, scale)
         ctx.save_for_backward(q, k, v, *_needed(out, lse))
         keep(ctx, cu_seqlens)
         return out
@@ -281,7 +282,7 @@ class _PackedAttentionFP8(torch.autograd.Function):
             saved, k, v = quantize_kv(k, v)
         else:
             saved = k, v = quantize_dequantize_kv(k, v)
-        out, lse = _attention(q, k, v, cu_seqlens, max_seqlen, scale)
+        out, lse = computed_once(_attention, q, k, v, cu_seqlens, max_seqlen, scale)
         ctx.save_for_backward(q, *saved, *_needed(out, lse))
         keep(ctx, cu_seqlens)
         return out

@@ -23,6 +23,7 @@ from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.gated_delta_rule_gradient import Gradients, gated_delta_rule_backward
 from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.sizes import ceil_div, next_power_of_2
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type
@@ -435,7 +436,7 @@ class _GatedDeltaRule(torch.autograd.Function):
     def forward(ctx, qkv, b, a, a_log, dt_bias, cu_seqlens):
         ctx.save_for_backward(qkv, b, a)
         keep(ctx, a_log, dt_bias, cu_seqlens)
-        return _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens)
+        return computed_once(_gated_delta_rule, qkv, b, a, a_log, dt_bias, cu_seqlens)
 
     @staticmethod
     @once_differentiable

@@ -19,6 +19,7 @@ from jetrl_verl.kernels.device.launch import INTERPRETED, jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.native import aligned
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.sizes import ceil_div, multiprocessors
 from jetrl_verl.reference.reproducible import grid_bits, on_grid
 
@@ -152,7 +153,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, weight)
-        return _logits(hidden, weight.to(torch.bfloat16))
+        return computed_once(_logits, hidden, weight.to(torch.bfloat16))
 
     @staticmethod
     @once_differentiable

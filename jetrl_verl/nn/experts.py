@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from jetrl_verl import kernels
 from jetrl_verl.formats.format import Format
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.models.families.base import Experts, leaf
 from jetrl_verl.nn.linear import quantize_input
 from jetrl_verl.nn.weight_cache import WeightCache
@@ -44,7 +45,7 @@ class _ExpertsFunction(torch.autograd.Function):
     ):
         ctx.layer, ctx.x_shape = layer, x.shape
         operands = quantized, weights, segments, gate_up_weight, down_weight
-        out, gate_up, product = layer.forward_rows(*operands, align=layer.format.traits.block)
+        out, gate_up, product = computed_once(layer.forward_rows, *operands, layer.format.traits.block)
         ctx.save_for_backward(*quantized, weights, *segments, gate_up, *product, gate_up_weight, down_weight)
         return out.reshape(x.shape)
 
@@ -173,7 +174,6 @@ class JetExperts(nn.Module):
         segments: Segments,
         gate_up_weight: torch.Tensor,
         down_weight: torch.Tensor,
-        *,
         align: int,
     ) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
         """Output ``[T, H]`` BF16, gate and up, the down projection's input; see ``BlockFP8.experts``."""

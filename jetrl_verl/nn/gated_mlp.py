@@ -12,6 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.linear import JetLinear, is_plain
 from jetrl_verl.reference import QuantizedTensor
@@ -45,7 +46,8 @@ class _GatedProduct(torch.autograd.Function):
         ctx.layers, ctx.x_shape, ctx.colwise = layers, x.shape, quantized.colwise
         weights = gate_weight, up_weight
         ctx.colwise.readers += sum(ctx.needs_input_grad[1:3])
-        gate, up = (layer.fprop(quantized, weight, None) for layer, weight in zip(layers, weights, strict=True))
+        pairs = zip(layers, weights, strict=True)
+        gate, up = (computed_once(layer.fprop, quantized, weight, None) for layer, weight in pairs)
         ctx.save_for_backward(quantized.qdata, quantized.scales, gate, up)
         keep(ctx, *weights)
         product = layers[0].format.silu_mul(gate, up, layers[0].scale_rule)

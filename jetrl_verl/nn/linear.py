@@ -21,6 +21,7 @@ from torch.nn.modules.module import _global_parameter_registration_hooks, _has_a
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.formats.format import Format
 from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.views import as_rows, as_type
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule
@@ -91,7 +92,7 @@ class _LinearFunction(torch.autograd.Function):
         keep(ctx, *weights)
         outputs = []
         for layer, weight, bias in zip(layers, weights, biases, strict=True):
-            y = layer.fprop(quantized, weight, bias)
+            y = computed_once(layer.fprop, quantized, weight, bias)
             if head_dim is not None:
                 y = y.view(y.shape[0], layer.out_features // head_dim, head_dim)
             elif x.ndim != 2:

@@ -18,6 +18,7 @@ from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.support.table import explained
 from jetrl_verl.models.plan import LinearPlan
 from jetrl_verl.train.features import (
+    Checkpointing,
     Feature,
     FrozenTower,
     InvariantScaling,
@@ -48,6 +49,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
         (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
         (GatheredOnce, options.gathered == "batch"),
         (SharedOperations, config.shared_operations),  # its norms hand over to the linears of QuantizedLinears
+        (Checkpointing, config.shared_operations and options.checkpointing != "full"),  # of layers with them
         (MaskedVocabulary, config.jetrl_role != "critic"),  # in the lm_head of SharedOperations, if there is one
         (KeptScales, actor and options.int8_scales == "first"),
         (WeightSync, actor),

@@ -21,6 +21,7 @@ from jetrl_verl.kernels import describe_backends
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
+from jetrl_verl.nn.checkpointing import Room, checkpoint
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
@@ -119,6 +120,36 @@ class QuantizedLinears(Feature):
             for module in self.engine.module.modules():
                 if isinstance(module, JetLinear | JetExperts):
                     module.drop_qdata()
+
+
+class Checkpointing(Feature):
+    """Decoder layers keep results under ``selective``, and under ``auto`` while a GPU has :class:`Room`."""
+
+    room: Room | None = None
+
+    def install(self, module: torch.nn.Module) -> None:
+        if not module.is_gradient_checkpointing:
+            return
+        if self.options.checkpointing == "selective":
+            checkpoint(module)
+        elif torch.cuda.is_available():
+            self.room = Room()
+            checkpoint(module, self.room.contexts)
+
+    def prepare_model_inputs(self, stock: Any, micro_batch: Any) -> tuple[dict, dict]:
+        """verl's, right before the forward of a micro-batch."""
+        inputs, output_args = stock(micro_batch)
+        if self.room is not None and torch.is_grad_enabled():
+            gradients = any(parameter.grad is not None for parameter in self.engine.module.parameters())
+            self.room.start(inputs["input_ids"].numel(), gradients)
+        return inputs, output_args
+
+    def forward_backward_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ends the last pass before the optimizer needs memory."""
+        outputs = stock(*args, **kwargs)
+        if self.room is not None:
+            self.room.end()
+        return outputs
 
 
 class MaskedVocabulary(Feature):

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
+from jetrl_verl.kernels.recomputation import last_of_layer
 from jetrl_verl.models.families.base import Experts, Family, leaf, norm_eps, read
 from jetrl_verl.models.modules import check_operations_of
 from jetrl_verl.nn.attention import AttentionCore
@@ -86,10 +87,16 @@ def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: 
     if accept_quantized((gate, up)):
         x = quantize_input(x, gate.format, gate.scale_rule)
         if covers(x, gate, up, down):
-            return down(gated_product(x, gate, up))
+            return _last(down, gated_product(x, gate, up))
     if not accept_quantized((down,)):
-        return down(kernels.silu_mul(gate(x), up(x)))
-    return down(down.format.silu_mul(gate(x), up(x), down.scale_rule))
+        return _last(down, kernels.silu_mul(gate(x), up(x)))
+    return _last(down, down.format.silu_mul(gate(x), up(x), down.scale_rule))
+
+
+def _last(module: nn.Module, *inputs: Any) -> torch.Tensor:
+    """``module(*inputs)``, which the layer adds to its residual."""
+    last_of_layer()
+    return module(*inputs)
 
 
 def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -104,7 +111,8 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixt
     source = x.source if quantized else x
     rows = source.reshape(-1, source.shape[-1])
     _, weights, chosen = getattr(self, leaf(mixture.router))(rows)
-    return getattr(self, leaf(mixture.module))(x if quantized else rows, chosen, weights).reshape(source.shape)
+    experts = getattr(self, leaf(mixture.module))
+    return _last(experts, x if quantized else rows, chosen, weights).reshape(source.shape)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

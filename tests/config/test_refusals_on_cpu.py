@@ -60,6 +60,7 @@ STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
 JOBS = (
     STOCK,
     ("precision=jet_fp8", "jetrl.operations=shared"),
+    ("precision=jet_fp8", "jetrl.operations=shared", "jetrl.checkpointing=selective"),
     ("precision=jet_fp8_exact",),
     ("precision=jet_fp8_exact", "jetrl.old_log_probs=rollout"),
     ("precision=bf16_shared",),

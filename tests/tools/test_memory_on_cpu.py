@@ -106,6 +106,25 @@ def test_terms_of_an_update_over_eight_gpus():
     assert step["optimizer step"] == step["gradients"] == 4 * EIGHT.parameters and "logits" not in step
 
 
+def test_results_that_layers_keep(small):
+    """Of attention and of products but the last one, in all layers or in as many as leave a tenth of a GPU free."""
+    results = 36 * (2 * (4096 + 2 * 1024 + 4096 + 4096 + 2 * 12288) + 4 * 32)
+    assert EIGHT.results == results and terms.layer_results(EIGHT, 10) == 10 * results
+
+    def update(value: str, gib: float = 1000, **model) -> dict[str, float]:
+        changed = {"jetrl.checkpointing": value} | {f"actor_rollout_ref.model.{key}": on for key, on in model.items()}
+        get = reader(small)
+        return phases_of(lambda key: changed.get(key, get(key)), EIGHT, PRECISIONS[-1], gib)["update"]
+
+    full, selective = update("full"), update("selective")
+    tokens = full["activations"] / (36 * 2 * 4096)
+    assert selective["activations"] - full["activations"] == tokens * results
+    assert update("auto") == selective and update("auto", 30) == full
+    assert update("auto", enable_activation_offload=True) == full
+    some = (sum(full.values()) + tokens * results / 2) / 0.9
+    assert update("auto", some / GIB)["activations"] == pytest.approx(full["activations"] + tokens * results / 2)
+
+
 def test_terms_of_an_update_of_a_mixture():
     layer = 128 * 3 * 2048 * 768 + 2048 * 128 + 2048 * (4096 + 2 * 512) + 4096 * 2048
     assert MIXTURE.layer == layer and MIXTURE.quantized == 48 * (layer - 2048 * 128), "the router is not quantized"

@@ -29,7 +29,7 @@ def build(
     ulysses: int = 1,
     fsdp_size: int = -1,
     rollout_ranks: int = 1,
-    checkpointing: bool = True,
+    checkpointing: bool | str = True,
     sharding: dict[str, Any] | None = None,
     **options,
 ):
@@ -43,7 +43,7 @@ def build(
         ulysses: ranks that share the tokens of a micro-batch.
         fsdp_size: ranks that share the weights; -1: all, else there are replicas (HSDP).
         rollout_ranks: tensor-parallel size of the rollout.
-        checkpointing: whether the backward recomputes each layer, verl's default.
+        checkpointing: whether the backward recomputes each layer, verl's default, or ``jetrl.checkpointing``.
         sharding: further fields of verl's engine config.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
@@ -55,6 +55,8 @@ def build(
 
     kind = "value_model" if role == "critic" else "language_model"
     fields = {"precision": "jet_fp8", "train": "fp8", "rollout": "fp8"} | options
+    if isinstance(checkpointing, str):
+        fields["checkpointing"] = checkpointing
     common = dict(strategy=strategy, use_torch_compile=False, fsdp_size=fsdp_size)
     common["ulysses_sequence_parallel_size"] = ulysses
     # As in verl's YAML; its dataclass has True.
@@ -68,7 +70,7 @@ def build(
             path=folder,
             model_type=kind,
             load_tokenizer=tokenizer,
-            enable_gradient_checkpointing=checkpointing,
+            enable_gradient_checkpointing=bool(checkpointing),
             override_config={"attn_implementation": attention},
         ),
         engine_config=FSDPEngineConfig(**common)

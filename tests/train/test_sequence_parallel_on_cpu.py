@@ -110,10 +110,13 @@ def every_arrangement(rank: int, folder: str) -> None:
         ("FSDP2", 1, {}),
         ("FSDP2, no activation recomputed", 1, dict(checkpointing=False)),
         ("FSDP2, accumulated", 2, {}),
+        ("FSDP2, products kept", 1, dict(checkpointing="selective")),
         ("FSDP1", 1, dict(strategy="fsdp")),
+        ("FSDP1, products kept", 1, dict(strategy="fsdp", checkpointing="selective")),
         ("FSDP1, accumulated", 2, dict(strategy="fsdp")),
         ("HSDP", 1, dict(fsdp_size=1)),
         ("Ulysses", 1, dict(ulysses=2)),
+        ("Ulysses, products kept", 1, dict(ulysses=2, checkpointing="selective")),
         ("Ulysses, accumulated", 2, dict(ulysses=2)),
         ("Ulysses in replicas", 1, dict(ulysses=2, fsdp_size=1)),
         ("Ulysses under FSDP1", 1, dict(strategy="fsdp", ulysses=2)),
@@ -134,9 +137,10 @@ def every_arrangement(rank: int, folder: str) -> None:
         assert not torch.equal(values, outputs["FSDP2"]), f"{name} took no step"
         torch.testing.assert_close(values, moved["FSDP2"], atol=0.05, rtol=0.05)
     # Recomputed activations have the bits of stored ones.
-    stored = "FSDP2, no activation recomputed"
-    assert norms[stored] == norms["FSDP2"] and torch.equal(moved[stored], moved["FSDP2"])
-    assert all(torch.equal(gradient, gradients["FSDP2"][name]) for name, gradient in gradients[stored].items())
+    for stored in (name for name in norms if name.endswith(("no activation recomputed", "products kept"))):
+        whole = stored.partition(",")[0]
+        assert norms[stored] == norms[whole] and torch.equal(moved[stored], moved[whole]), stored
+        assert all(torch.equal(gradient, gradients[whole][name]) for name, gradient in gradients[stored].items())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 from jetrl_verl.formats.catalog import FORMATS, TRAINED, UNQUANTIZED
 
 from .row import Get, Row, Scope, one_of, other_than
-from .scopes import EXACT, FP8_TRAINING, ROLLOUT_LOG_PROBS, where
+from .scopes import EXACT, FP8_TRAINING, ROLLOUT_LOG_PROBS, SELECTIVE, where
 
 (_INT8,) = (traits for traits in FORMATS.values() if traits.keeps_scales)
 
@@ -97,6 +97,12 @@ OPTION_ROWS: dict[str, Row] = {
             lambda get: FP8_TRAINING.applies(get) and get("jetrl.operations") == "stock",
             "jetrl.operations=shared",
         ),
+    ),
+    "selective_checkpointing_of_stock_operations": Row(
+        "stock operations",
+        "their layers are recomputed whole",
+        {"jetrl.operations": other_than("shared", "auto")},
+        scope=SELECTIVE,
     ),
     "exact_without_shared_operations": Row(
         "stock operations",

@@ -103,4 +103,6 @@ ADAPTIVE = where("jetrl.correction", "adaptive", "jetrl.correction=fixed")
 ROLLOUT_LOG_PROBS = where("jetrl.old_log_probs", "rollout", "jetrl.old_log_probs=compute")
 """What would make the rollout's log-probabilities other than those of a forward, or needs that forward."""
 
+SELECTIVE = where("jetrl.checkpointing", "selective", "jetrl.checkpointing=auto")
+
 FOLDED = Scope("a jetrl.invariant_scaling other than 1", leave="jetrl.invariant_scaling=1")

@@ -9,7 +9,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from ..precision import target_of
 from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ROTARY, ULYSSES, VARLEN, VLLM, where
+from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ROTARY, SELECTIVE, ULYSSES, VARLEN, VLLM, where
 
 _FSDP = other_than("fsdp2", "fsdp", required=True)
 _BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
@@ -77,6 +77,12 @@ TRAINING_ROWS: dict[str, Row] = {
         "FSDP1 frees them after each pass",
         dict.fromkeys((f"{ACTOR}.strategy", f"{REF}.strategy"), one_of("fsdp", use="fsdp2")),
         scope=where("jetrl.gathered", "batch", "jetrl.gathered=pass"),
+    ),
+    "selective_checkpointing_of_verl": Row(
+        "training without gradient checkpointing, or with activation offload, which checkpoints on its own",
+        "no layer is recomputed from results that it kept",
+        {f"{MODEL}.enable_gradient_checkpointing": FALSE, f"{MODEL}.enable_activation_offload": TRUE},
+        scope=SELECTIVE,
     ),
     "lora": Row(
         "LoRA adapters",

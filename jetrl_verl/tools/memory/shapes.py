@@ -80,6 +80,8 @@ class Model:
         quantized: parameters, of all layers, that a quantized precision quantizes.
         tied: whether lm_head is the embedding.
         experts, experts_per_token: of a mixture; 0 of a dense model.
+        results: bytes of a token that selective checkpointing keeps in all layers (kernels/recomputation.py), without
+            experts: results of products, attention with its log-sum-exp, and delta rules.
         state_bytes: a request's states of delta nets, whatever its length: FP32, and three BF16 inputs of the
             convolution.
     """
@@ -99,6 +101,7 @@ class Model:
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
+    results: int = 0
     state_bytes: int = 0
 
     @property
@@ -132,7 +135,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     experts = 0 if mixture is None else mixture.number(config)
     per_token = 0 if mixture is None else read(config, mixture.per_token)
     kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
-    layer = linears = quantized = 0
+    layer = linears = quantized = results = 0
     for kind in decoder.distinct_kinds:
         counts = {
             piece: shapes[piece].n * shapes[piece].k * (experts if linear.experts else 1)
@@ -140,15 +143,20 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
             for piece in linear.pieces
         }
         parameters, number = experts * hidden + sum(counts.values()), kinds.count(kind)  # experts * hidden: the router
-        between = 0
+        between = kept = 0
         if kind.q:  # projected, and what attention and a gate make of it
-            between = shapes[kind.q].n + 2 * shapes[kind.k].n + shapes[kind.o].k * (2 if kind.gated else 1)
+            projected, core = shapes[kind.q].n + 2 * shapes[kind.k].n, shapes[kind.o].k
+            between = projected + core * (2 if kind.gated else 1)
+            kept = BF16 * (projected + core) + FP32 * read(config, "num_attention_heads")
         if (delta := kind.delta_net) is not None:
             (_, values), mixed = delta.features(config), shapes[delta.qkv].n
             width = read(config, delta.width)
             parameters += width * mixed
             between = 2 * mixed + 3 * values
+            kept = BF16 * (mixed + 2 * values) + 2 * FP32 * read(config, delta.value_heads)
             state_bytes = number * (FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed)
+        kept += BF16 * hidden + (FP32 * experts if mixture else 2 * BF16 * shapes[kind.down].k)
+        results += number * kept
         layer, mixing = max(layer, parameters), max(mixing, between)
         linears += number * parameters
         quantized += number * sum(count for piece, count in counts.items() if piece in fits)
@@ -168,6 +176,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         bool(read(config, "tie_word_embeddings", False)),
         experts,
         per_token,
+        results,
         state_bytes,
     )
 

@@ -10,7 +10,10 @@ from jetrl_verl.config.support.row import Get
 from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
 from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
 from jetrl_verl.inputs import UserError
+from jetrl_verl.nn.checkpointing import MARGIN
 from jetrl_verl.nn.chunked_logits import CHUNK_BYTES, KEPT_BYTES
+from jetrl_verl.reference import BLOCK
+from jetrl_verl.reference.experts import rows_of_segments
 from jetrl_verl.tools.memory.shapes import BF16, FP32, Model
 
 GIB = 2**30
@@ -40,20 +43,23 @@ def update(
     eight_bit: bool = False,
     shared: bool = False,
     kept: float = 0.0,
+    results: float = 0.0,
 ) -> Terms:
     """Peak of an update, of a backward pass or of the optimizer step.
 
     Both have the state and FP32 gradients, ``4 P / S``. Backward adds activations (with checkpointing the BF16 inputs
     of the layers, ``2 H L T``), gathered weights and the larger of logits and one layer's expert rows, which do not
     live at the same time; the optimizer step adds ``4 P / S``.
-    ``shared``: shared operations. ``kept``: :func:`kept_weights`, or 0 where FSDP gathers layer by layer.
+    ``shared``: shared operations. ``kept``: :func:`kept_weights`, or 0 where FSDP gathers layer by layer. ``results``:
+    what layers keep of :func:`layer_results`.
     """
     shard = FP32 * model.parameters / shards
     logits, rows = update_logits(model, tokens, shared), expert_rows(model, tokens)
     # One layer of a mixture: gradients in BF16 and FP32, FP8 copies both ways.
     experts = (BF16 + FP32 + 2) * model.layer if model.experts else 0.0
     backward = {
-        "activations": model.layers * tokens * (BF16 * model.hidden if checkpointing else layer_activations(model)),
+        "activations": model.layers * tokens * (BF16 * model.hidden if checkpointing else layer_activations(model))
+        + results,
         "gathered weights": (kept or gathered(model, shards)) + experts,
         "logits" if logits >= rows else "expert rows": max(logits, rows),
     }
@@ -76,6 +82,15 @@ def layer_activations(model: Model) -> float:
     """Of one token in one layer, BF16: inputs of the linears and two norms, 5 H, ``mixing``, which for attention is q,
     k, v and the output, and gate, up and their product, 3 inner."""
     return BF16 * (5 * model.hidden + model.mixing + 3 * model.inner)
+
+
+def layer_results(model: Model, tokens: float) -> float:
+    """What all layers keep under ``jetrl.checkpointing=selective`` next to their inputs. Experts: gate and up in BF16,
+    their product in FP8 with scales (nn/experts.py)."""
+    of_experts = 0.0
+    if model.experts:
+        of_experts = _rows(model, tokens) * model.inner / model.experts_per_token * (2 * BF16 + 1 + FP32 / BLOCK)
+    return tokens * model.results + model.layers * of_experts
 
 
 def update_logits(model: Model, tokens: float, shared: bool) -> float:
@@ -102,14 +117,18 @@ def kept_weights(model: Model, kind: str, quantized_backward: bool = True) -> fl
     return BF16 * model.parameters + copies * FORMATS[kind].element_bytes * model.quantized
 
 
+def _rows(model: Model, tokens: float) -> int:
+    """Rows of a layer's experts: one for each expert of a token, segments padded to 128."""
+    return rows_of_segments(int(tokens * model.experts_per_token), model.experts, BLOCK)
+
+
 def expert_rows(model: Model, tokens: float) -> float:
-    """Backward of one layer of a mixture (nn/experts.py), for each expert of each token, segments padded to 128 rows:
-    dX and two FP8 copies of X; gate, up and their gradients in BF16 and FP8, and an FP8 product."""
+    """Backward of one layer of a mixture (nn/experts.py), for each row: dX and two FP8 copies of X; gate, up and their
+    gradients in BF16 and FP8, and an FP8 product."""
     if not model.experts:
         return 0.0
-    rows = tokens * model.experts_per_token + 127 * model.experts
     inner = model.inner / model.experts_per_token
-    return rows * (model.hidden * (BF16 + 2) + inner * (2 * (2 * BF16 + 2) + 1))
+    return _rows(model, tokens) * (model.hidden * (BF16 + 2) + inner * (2 * (2 * BF16 + 2) + 1))
 
 
 def rollout_weights(model: Model, kind: str) -> float:
@@ -231,7 +250,15 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     engine = rollout(model, precision.rollout, share, sequences, tokens, tp)
     awake = {} if get(f"{ROLLOUT}.free_cache_engine") else engine
     scoring = old_log_probs(model, shards, log_prob_tokens, **passes)
-    training = update(model, shards, update_tokens, checkpointing=checkpointing, eight_bit=eight_bit, **passes)
+    passes |= {"checkpointing": checkpointing, "eight_bit": eight_bit}
+    training = update(model, shards, update_tokens, **passes)
+    if checkpointing and passes["shared"] and not get(f"{MODEL}.enable_activation_offload"):
+        results = layer_results(model, update_tokens)
+        if get("jetrl.checkpointing") == "auto":
+            full = sum((always | training | awake).values())
+            results = min(results, max(0.0, (1 - MARGIN) * gib * GIB - full))
+        if get("jetrl.checkpointing") != "full":
+            training = update(model, shards, update_tokens, results=results, **passes)
     bucket = float(get(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")) * 2**20
     sending = weight_sync(model, precision.rollout, tp, bucket, stock_verl)
     return {

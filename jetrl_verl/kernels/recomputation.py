@@ -1,0 +1,114 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Selective activation checkpointing: a layer's recomputation in backward takes the results of products, attention and
+delta rules from its forward, and runs only the norms, rotary embeddings and activations between them.
+
+torch's own (``create_selective_checkpoint_contexts``) sees every operator through a dispatch mode, which costs host
+time for each. Here the forwards of autograd functions ask, so other operators cost nothing.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from jetrl_verl.reference import QuantizedTensor
+
+
+class _Running(threading.local):
+    """Of this thread; autograd recomputes in threads of its own."""
+
+    part: "LayerForward | LayerRecomputation | None" = None
+
+
+_RUNNING = _Running()
+
+
+def computed_once(function: Callable, *operands: Any) -> Any:
+    """``function(*operands)``, which a recomputation of the layer takes from the layer's forward.
+
+    For forwards of autograd functions, which both call in one order.
+
+    Args:
+        function: equal in both. Of its result, a tensor or a tuple, only the first tensor may become an output of the
+            autograd function.
+    """
+    part = _RUNNING.part
+    return function(*operands) if part is None else part.compute(function, operands)
+
+
+def last_of_layer() -> None:
+    """Say that the layer only adds its next result to the residual: no gradient reads it, so its memory is not kept."""
+    if (part := _RUNNING.part) is not None:
+        part.last = True
+
+
+class _Part:
+    """Context of a layer's forward or recomputation.
+
+    Attributes:
+        results: of the layer in the order of its forward: the function and what it returned.
+        last: see :func:`last_of_layer`.
+    """
+
+    last = False
+
+    def __init__(self, results: deque[tuple[Callable, Any]]) -> None:
+        self.results = results
+
+    def __enter__(self) -> None:
+        self._outer, _RUNNING.part = _RUNNING.part, self
+
+    def __exit__(self, *_: Any) -> None:
+        _RUNNING.part = self._outer
+
+
+class LayerForward(_Part):
+    """Keeps results."""
+
+    def compute(self, function: Callable, operands: tuple) -> Any:
+        result = function(*operands)
+        change = _without_memory if self.last else torch.Tensor.detach  # an output holds the graph, which holds this
+        kept = (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
+        self.results.append((function, kept))
+        return result
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the results."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(tuple(kept for _, kept in self.results)))
+
+
+class LayerRecomputation(_Part):
+    """Gives each result back, once."""
+
+    def compute(self, function: Callable, operands: tuple) -> Any:
+        expected, result = self.results.popleft() if self.results else (None, None)
+        if expected != function:
+            computed = "another one" if expected else "none, or an earlier backward took it"
+            raise RuntimeError(
+                f"the recomputation of a layer asks for the result of {getattr(function, '__qualname__', function)} "
+                f"where its forward kept {computed}, so gradients would be wrong. Set jetrl.checkpointing=full."
+            )
+        return result
+
+
+def selective_contexts() -> tuple[LayerForward, LayerRecomputation]:
+    """``context_fn`` of ``torch.utils.checkpoint``, for one layer."""
+    results: deque[tuple[Callable, Any]] = deque()
+    return LayerForward(results), LayerRecomputation(results)
+
+
+def _without_memory(x: torch.Tensor) -> torch.Tensor:
+    """NaN in the shape of ``x``: a gradient that did read it would show."""
+    return x.new_full((1,), torch.nan).expand(x.shape)
+
+
+def _tensors(result: Any) -> Iterator[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        yield result
+    else:
+        for part in result if isinstance(result, tuple | QuantizedTensor) else ():
+            yield from _tensors(part)

@@ -26,6 +26,7 @@ PATCHED_FOR_EVERY_PRECISION = {
         "verl.workers.rollout.vllm_rollout.vllm_rollout",
         "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
     ),
+    "separate_rollout": ("verl.trainer.ppo.v1.trainer_separate_async",),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
     "generation": (
         "verl.workers.rollout.vllm_rollout.vllm_async_server",
@@ -37,6 +38,7 @@ patches: faster functions with equal results, ``attn_implementation=jetrl_varlen
 end of the run where a rollout worker fails."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+CHECKPOINT_ENGINES = "verl.checkpoint_engine.base"
 
 
 def _register_with_hydra() -> None:
@@ -51,6 +53,10 @@ def _register_attention() -> None:
     register()
 
 
+def _register_checkpoint_engine() -> None:
+    importlib.import_module("jetrl_verl.sync.checkpoint_engine")
+
+
 def _apply(target: str, module: str) -> None:
     for patch in importlib.import_module(f"jetrl_verl.patches.{module}").PATCHES:
         if patch.module == target:  # applying another one would import its module
@@ -60,6 +66,7 @@ def _apply(target: str, module: str) -> None:
 def _install() -> None:
     when_imported("hydra", "jetrl: register", _register_with_hydra)
     when_imported(FSDP_ENGINE, "jetrl: attention", _register_attention)
+    when_imported(CHECKPOINT_ENGINES, "jetrl: weight sync", _register_checkpoint_engine)
     for module, targets in PATCHED_FOR_EVERY_PRECISION.items():
         for target in targets:
             when_imported(target, f"jetrl: {module}", functools.partial(_apply, target, module))

@@ -22,6 +22,7 @@ MODULES = (
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",
     "replay_buffer",
+    "separate_rollout",
     "two_runs",
     "weight_sync",
     "worker_errors",

@@ -31,7 +31,8 @@ SUMMARY = """\
 # What is supported with what
 
 - **Training**: FSDP and FSDP2, full weights in FP32 or BF16; no LoRA, Megatron or quantization-aware training.
-- **Rollout**: vLLM on the trainer's GPUs, tensor and data parallel, BF16 activations, verl's naive weight sync.
+- **Rollout**: vLLM, tensor and data parallel, BF16 activations; on the trainer's GPUs with verl's naive weight sync, or
+  on GPUs of its own (`separate_async`) with `rollout.checkpoint_engine.backend=jetrl`.
 - **Models**: text decoders of type {types}.
 - **Machines**: NVIDIA GPUs of compute capability 8.9 or newer. Only Hopper (H100, H200) has been run on.
 - **Releases**: verl {verl}, vLLM {vllm}, torch {torch}, transformers {transformers}.

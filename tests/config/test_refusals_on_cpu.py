@@ -57,6 +57,7 @@ def changed(overrides: tuple[str, ...], settings: dict):
 # --- every row -------------------------------------------------------------------------------------------------------
 
 STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
+SEPARATE = f"trainer.v1.trainer_mode=separate_async {ROLLOUT}.checkpoint_engine.backend=jetrl"
 JOBS = (
     STOCK,
     ("precision=jet_fp8", "jetrl.operations=shared"),
@@ -77,6 +78,7 @@ JOBS = (
     (*STOCK, f"+{ATTENTION}=sdpa"),
     (*STOCK, f"+{ATTENTION}=jetrl_varlen"),
     (*STOCK, f"{ROLLOUT}.calculate_log_probs=false"),
+    (*STOCK, *SEPARATE.split()),
 )
 """Jobs of every scope in which a setting can be refused."""
 
@@ -200,6 +202,8 @@ ACCEPTED = [
     (JET, f"+{VLLM}.kv_cache_dtype=auto +{VLLM}.enforce_eager=true +{VLLM}.tensor_parallel_size=2"),
     (JET, f"+{VLLM}.hf_overrides='{{\"rms_norm_eps\":1e-6}}'"),
     (JET, "trainer.v1.trainer_mode=colocate_async"),
+    (JET, f"{SEPARATE} {ROLLOUT}.nnodes=1 {ROLLOUT}.n_gpus_per_node=4 actor_rollout_ref.hybrid_engine=false"),
+    ("precision=fp8_rollout_tis", f"{SEPARATE} {ROLLOUT}.nnodes=1"),
     (JET, "jetrl.backward=bf16 jetrl.unfit_layers=skip jetrl.ref=fp8 jetrl.critic=fp8"),
     ("precision=fp8_rollout", "jetrl.backward=bf16 jetrl.critic=fp8"),
     ("precision=fp8_rollout", "jetrl.train=fp8"),

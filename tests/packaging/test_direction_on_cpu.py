@@ -51,7 +51,7 @@ DIRECTION: dict[str, set[str]] = {
     },
     # Entry points of verl and the shell.
     "cpu_platform": {"patches"},
-    "plugin": {"patches", "config", "train", "cpu_platform"},
+    "plugin": {"patches", "config", "sync", "train", "cpu_platform"},
     "cli": {"inputs", "config", "checkpoint", "patches", "tools"},
 }
 

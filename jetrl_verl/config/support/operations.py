@@ -7,7 +7,7 @@ excludes, the two classes of docs/architecture.md, "Zero mismatch", and those th
 from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED
 
 from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
+from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, TRAINER_MODE, VLLM
 
 _PROCESSED = other_than("processed_logprobs")
 _NO_POLICY = Values("0 or below", lambda value: value is not None and float(value) <= 0, "1")
@@ -102,7 +102,7 @@ EXACT_ROWS: dict[str, Row] = {
     "exact_stale_samples": Row(
         "samples of an older policy",
         "samples are of an older policy",
-        {"trainer.v1.trainer_mode": other_than("sync")},
+        {TRAINER_MODE: other_than("sync")},
         scope=EXACT,
     ),
     "exact_agent_loops": Row(

@@ -10,13 +10,16 @@ from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from .row import FALSE, NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, other_than
 from .scopes import (
     ACTOR,
+    CHECKPOINT_ENGINE,
     CORRECTION,
     FP8_CACHE,
     FP8_TRAINING,
     FUSIONS_OF_REDUCTIONS,
     REF,
     ROLLOUT,
+    SEPARATE,
     TENSOR_PARALLEL,
+    TOGETHER,
     VLLM,
 )
 
@@ -95,10 +98,17 @@ ROLLOUT_ROWS: dict[str, Row] = {
     "weight_sync": Row(
         "a weight sync other than the naive one",
         "weights travel through verl's naive sync",
-        {
-            f"{ROLLOUT}.checkpoint_engine.backend": other_than("naive", required=True),
-            f"{ROLLOUT}.checkpoint_manager_class": SET,
-        },
+        {f"{CHECKPOINT_ENGINE}.backend": other_than("naive", required=True)},
+        scope=TOGETHER,
+    ),
+    "separate_weight_sync": Row(
+        "a weight sync other than the backend jetrl",
+        "no other one has sent FP8 data to GPUs of their own",
+        {f"{CHECKPOINT_ENGINE}.backend": other_than("jetrl", required=True)},
+        scope=SEPARATE,
+    ),
+    "checkpoint_manager": Row(
+        "a manager of weight syncs of your own", settings={f"{ROLLOUT}.checkpoint_manager_class": SET}
     ),
     "kv_cache": Row(
         "vLLM's own quantized KV cache",

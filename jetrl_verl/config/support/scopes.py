@@ -26,7 +26,9 @@ POLICY_LOSS = f"{ACTOR}.policy_loss"
 LOSS = f"{POLICY_LOSS}.loss_mode"
 ATTENTION = attention_key(MODEL)
 TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
-BUCKET = f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes"
+CHECKPOINT_ENGINE = f"{ROLLOUT}.checkpoint_engine"
+BUCKET = f"{CHECKPOINT_ENGINE}.update_weights_bucket_megabytes"
+TRAINER_MODE = "trainer.v1.trainer_mode"
 
 ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 """Fields of rotary embeddings."""
@@ -104,5 +106,15 @@ ROLLOUT_LOG_PROBS = where("jetrl.old_log_probs", "rollout", "jetrl.old_log_probs
 """What would make the rollout's log-probabilities other than those of a forward, or needs that forward."""
 
 SELECTIVE = where("jetrl.checkpointing", "selective", "jetrl.checkpointing=auto")
+
+SEPARATE = where(TRAINER_MODE, "separate_async", f"{TRAINER_MODE}=sync")
+"""Trainer and rollout have GPUs of their own."""
+
+TOGETHER = Scope(
+    f"a {TRAINER_MODE} other than separate_async",
+    lambda get: get(TRAINER_MODE) != "separate_async",
+    f"{TRAINER_MODE}=separate_async",
+    key=TRAINER_MODE,
+)
 
 FOLDED = Scope("a jetrl.invariant_scaling other than 1", leave="jetrl.invariant_scaling=1")

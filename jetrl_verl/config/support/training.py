@@ -9,7 +9,22 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from ..precision import target_of
 from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, ATTENTION, FP8_CRITIC, MODEL, REF, ROLLOUT, ROTARY, SELECTIVE, ULYSSES, VARLEN, VLLM, where
+from .scopes import (
+    ACTOR,
+    ATTENTION,
+    FP8_CRITIC,
+    MODEL,
+    REF,
+    ROLLOUT,
+    ROTARY,
+    SELECTIVE,
+    TOGETHER,
+    TRAINER_MODE,
+    ULYSSES,
+    VARLEN,
+    VLLM,
+    where,
+)
 
 _FSDP = other_than("fsdp2", "fsdp", required=True)
 _BF16 = other_than("bfloat16", "bf16", "torch.bfloat16")
@@ -127,14 +142,14 @@ TRAINING_ROWS: dict[str, Row] = {
         "the prefix grouper", "it needs an attention with masks", {f"{ACTOR}.use_prefix_grouper": TRUE}, scope=VARLEN
     ),
     "old_trainer": Row("the trainer from before verl's v1", settings={"trainer.use_v1": FALSE}),
+    "trainer_mode": Row(
+        "a trainer of your own", settings={TRAINER_MODE: other_than("sync", "colocate_async", "separate_async")}
+    ),
     "separate_gpus": Row(
-        "trainer and rollout on GPUs of their own",
+        "a rollout on GPUs of its own",
         "trainer and rollout share their GPUs",
-        {
-            "trainer.v1.trainer_mode": other_than("sync", "colocate_async"),
-            "actor_rollout_ref.hybrid_engine": FALSE,
-            f"{ROLLOUT}.nnodes": above(0),
-        },
+        {"actor_rollout_ref.hybrid_engine": FALSE, f"{ROLLOUT}.nnodes": above(0)},
+        scope=TOGETHER,
     ),
     "device": Row(
         "NPUs and other accelerators than NVIDIA's",

@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.compare import evaluate
 from jetrl_verl.tools.compare.evaluate import Engine, Judge, Request, load_config
-from jetrl_verl.tools.compare.run import SEED_KEYS, CompareRun, Job
 from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.demo.overrides import build_overrides
 from jetrl_verl.tools.demo.policy import PolicyConfig, build_model, build_tokenizer, save_policy
@@ -52,20 +51,6 @@ def job(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def judge(job) -> Judge:
     return Judge(load_config(job / "config.yaml"))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "jet_fp8"])
-def test_the_overrides_of_a_run_win_over_the_users(precision, tmp_path):
-    folder = tmp_path / "it's a=b, [c]"  # characters that mean something in Hydra's grammar
-    words = Job(["precision=fp8_rollout", "data.seed=9"], {}).command_of(CompareRun(precision, 2, folder))
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=words)
-    assert config.get("jetrl", {"precision": "bf16"})["precision"] == precision
-    assert [OmegaConf.select(config, key) for key in SEED_KEYS] == [2, 2, 2]
-    folder = folder / "runs" / f"{precision}-seed2"
-    assert config.trainer.default_local_dir == str(folder / "checkpoints")
-    environment = config.ray_kwargs.ray_init.runtime_env.env_vars
-    assert environment == {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
 
 
 def tokens(judge: Judge, texts: list[str]) -> list[list[list[int]]]:

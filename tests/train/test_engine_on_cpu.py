@@ -8,47 +8,11 @@ from unittest import mock
 import torch
 from tiny_models import tiny_model
 
-from jetrl_verl.formats.format import SCALE_SUFFIX
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.chunked_logits import used_vocabulary
-from jetrl_verl.nn.linear import JetLinear
-from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.reference import FP8_DTYPE, quantize_int8
-from jetrl_verl.sync.quantize import as_tensors, quantize_stream
+from jetrl_verl.reference import quantize_int8
+from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.train.features import MaskedVocabulary
-
-
-def test_the_exported_qdata_is_that_of_the_trainers_forward():
-    model = tiny_model("qwen3")
-    plans = plan_linears(model.config)
-    stream = dict(as_tensors(quantize_stream(model.state_dict().items(), plans, "fp32")))
-    replace_linears(model, plans, scale_rule="fp32")
-    compared = 0
-    for name, module in model.named_modules():
-        if isinstance(module, JetLinear):
-            qdata = module.weight_qdata(module.weight)
-            assert torch.equal(stream[f"{name}.weight"].view(torch.uint8), qdata.qdata.view(torch.uint8))
-            assert torch.equal(stream[f"{name}.weight{SCALE_SUFFIX}"], qdata.scales)
-            compared += 1
-    assert compared == 14
-
-
-def test_scales_follow_their_qdata_and_other_tensors_are_bf16():
-    model = tiny_model("qwen3")
-    items = list(as_tensors(quantize_stream(model.state_dict().items(), plan_linears(model.config), "pow2")))
-    for (name, tensor), (following, scales) in zip(items, items[1:], strict=False):
-        if tensor.dtype == FP8_DTYPE:
-            assert following == name + SCALE_SUFFIX and scales.dtype == torch.float32
-    rest = {name: t for name, t in items if t.dtype != FP8_DTYPE and not name.endswith(SCALE_SUFFIX)}
-    assert set(rest) == {n for n in model.state_dict() if "proj" not in n}
-    assert all(tensor.dtype == torch.bfloat16 for tensor in rest.values())
-
-
-def test_a_skipped_layer_is_sent_in_bf16():
-    model = tiny_model("qwen3", intermediate_size=192)
-    stream = dict(quantize_stream(model.state_dict().items(), plan_linears(model.config, unfit_layers="skip"), "fp32"))
-    assert stream["model.layers.0.mlp.gate_proj.weight"].dtype == torch.bfloat16
-    assert stream["model.layers.0.self_attn.q_proj.weight"].qdata.dtype == FP8_DTYPE
 
 
 def test_an_all_zero_row_gets_its_kept_scale_once_it_is_not_zero():

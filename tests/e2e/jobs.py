@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real jobs of verl, Ray and vLLM on this machine's CPU for the end-to-end tests, and their results."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,16 @@ SYNC = re.compile(
     r"live digest (0x\w+)"
 )
 
+DIFFERENCES = (
+    "rollout_corr/k3_kl",
+    "rollout_corr/kl",
+    "rollout_corr/log_ppl_abs_diff",
+    "training/rollout_probs_diff_max",
+    "actor/ppo_kl",
+    "actor/pg_clipfrac",
+)
+"""Metrics that are 0 where trainer and rollout agree in every bit, and a batch has one update."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -33,6 +44,13 @@ class Run:
 
     def steps(self, name: str) -> list[float]:
         return [step[name] for step in self.metrics if name in step]
+
+    def check_exact(self, steps: int) -> None:
+        """There were ``steps`` steps, each moved the weights, and no bit differed."""
+        assert len(self.metrics) == steps
+        assert all(0 < norm < math.inf for norm in self.steps("actor/grad_norm"))
+        for metric in DIFFERENCES:
+            assert self.steps(metric) == [0.0] * steps, metric
 
 
 def train(

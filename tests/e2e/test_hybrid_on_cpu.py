@@ -5,7 +5,6 @@
 The policy is random and hardly ever right, so an entropy bonus gives the steps a gradient.
 """
 
-import math
 from pathlib import Path
 
 import pyarrow.parquet
@@ -52,11 +51,8 @@ def check(policy, folder: Path, *words: str, **changes: int) -> None:
         f"{ROLLOUT}.max_num_seqs=48",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
     )
-    assert len(run.metrics) == STEPS
-    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    run.check_exact(STEPS)
     assert len({sync[-1] for sync in run.syncs}) == len(run.syncs), "each sync moved the weights"
-    for metric in ("rollout_corr/k3_kl", "rollout_corr/kl", "training/rollout_probs_diff_max", "actor/pg_clipfrac"):
-        assert run.steps(metric) == [0.0] * STEPS, metric
 
 
 def test_one_rank_agrees_in_every_bit_at_every_step(policy, tmp_path):

@@ -83,29 +83,17 @@ def resumed(run_until, exact, checkpoints) -> Run:
 
 
 def saved(checkpoints: Path, step: int, content: str) -> dict:
-    return torch.load(
-        checkpoints / f"global_step_{step}" / "actor" / f"{content}_world_size_1_rank_0.pt", weights_only=False
-    )
+    file = checkpoints / f"global_step_{step}" / "actor" / f"{content}_world_size_1_rank_0.pt"
+    return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize(
-    "metric",
-    [
-        "rollout_corr/k3_kl",
-        "rollout_corr/kl",
-        "training/rollout_probs_diff_max",
-        "actor/ppo_kl",
-        "actor/pg_clipfrac",
-    ],
-)
-def test_trainer_and_rollout_agree_in_every_bit_at_every_step(exact, metric):
-    assert exact.steps(metric) == [0.0] * STEPS
+def test_trainer_and_rollout_agree_in_every_bit_at_every_step(exact):
+    exact.check_exact(STEPS)
 
 
 def test_every_sync_passed_the_contract_and_changed_the_rollouts_weights(exact):
     assert {(int(sync[1]), int(sync[2])) for sync in exact.syncs} == {(QUANTIZED, PLAIN)}
     assert len({digest for *_, digest in exact.syncs}) == len(exact.syncs) == STEPS + 1
-    assert all(0 < norm < math.inf for norm in exact.steps("actor/grad_norm"))
 
 
 def test_a_sync_sends_a_quarter_of_the_bytes(exact):

@@ -6,14 +6,13 @@ Several share a job if separate metrics judge them: k3_kl, gradient norm, the cr
 """
 
 import math
-from dataclasses import asdict
 
 import pytest
 import torch
 from jobs import Run, train
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
-from jetrl_verl.tools.demo.policy import PolicyConfig, build_tokenizer, save_policy
+from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer, save_policy
 
 ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 STEPS = 2
@@ -68,25 +67,11 @@ def test_fsdp1_powers_of_two_a_bf16_backward_and_a_reference_in_fp8_keep_zero_mi
 @pytest.fixture(scope="module")
 def unfit(tmp_path_factory) -> str:
     """A policy like the demo's whose MLP does not fit blocks of 128."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    fields = asdict(PolicyConfig())
     folder, tokenizer = tmp_path_factory.mktemp("unfit"), build_tokenizer()
+    model = build_model(POLICIES["dense"], tokenizer)
+    model.config.intermediate_size = 576
     torch.manual_seed(7)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=fields["hidden_size"],
-        intermediate_size=576,
-        num_hidden_layers=fields["layers"],
-        num_attention_heads=fields["heads"],
-        num_key_value_heads=fields["kv_heads"],
-        head_dim=fields["head_dim"],
-        max_position_embeddings=fields["max_positions"],
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    save_policy(Qwen3ForCausalLM(config), tokenizer, folder)
+    save_policy(type(model)(model.config), tokenizer, folder)
     return str(folder)
 
 

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A rollout of two ranks and a trainer of two in one real job: log-probabilities are equal in every bit."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -26,19 +25,9 @@ TWO_RANKS = (
 
 
 def check(run: Run) -> None:
-    """Every step moved the weights, each sync checked the contract on both ranks, and no bit differed."""
-    assert len(run.metrics) == STEPS
-    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    """Each sync checked the contract on both ranks, and no bit differed."""
+    run.check_exact(STEPS)
     assert len({digest for *_, digest in run.syncs}) == 2 * (STEPS + 1), "one digest per rank"
-    for metric in (
-        "rollout_corr/k3_kl",
-        "rollout_corr/kl",
-        "rollout_corr/log_ppl_abs_diff",
-        "training/rollout_probs_diff_max",
-        "actor/ppo_kl",
-        "actor/pg_clipfrac",
-    ):
-        assert run.steps(metric) == [0.0] * STEPS, metric
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ class Published:
         config: name of its class in transformers. fields: what its ``config.json`` says of shapes and positions.
         words, tokens: entries of the tokenizer without and with special ones; ``special`` come right after the words.
         bos, eos, pad: of ``special``. chat: template, None where the published tokenizer has none.
-        tower: what ``config.json`` says of the vision tower, beside which ``fields`` are the text's; None without one.
+        tower: what ``config.json`` says of the vision tower, and ``fields`` are then the text's; None without one.
     """
 
     config: str

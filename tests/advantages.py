@@ -61,6 +61,6 @@ def compute_advantage(trainer: Any, monkeypatch, correction: dict) -> tuple[dict
             "actor_rollout_ref": {"rollout": {"n": 2}},
         }
     )
-    found: dict[str, float] = {}
-    instance._compute_advantage(batch, found)
-    return found, written
+    metrics: dict[str, float] = {}
+    instance._compute_advantage(batch, metrics)
+    return metrics, written

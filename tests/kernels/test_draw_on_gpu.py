@@ -4,6 +4,7 @@
 
 import pytest
 import torch
+from test_draw_on_cpu import chi_square
 
 from jetrl_verl import kernels
 
@@ -18,12 +19,6 @@ def rows_of(count: int, columns: int = VOCABULARY, deviation: float = 1.3) -> to
 def bits(count: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.empty((2, count), dtype=torch.int64, device="cuda").random_(generator=generator)
-
-
-def chi_square(tokens: torch.Tensor, shares: torch.Tensor) -> float:
-    counts = torch.bincount(tokens, minlength=len(shares)).double()
-    expected = shares * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum())
 
 
 @pytest.mark.parametrize("count", [1, 64, 256])

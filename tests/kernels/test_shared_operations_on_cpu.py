@@ -142,16 +142,6 @@ def test_norm_rotary_write_raises_for_mismatched_operands(change, error, sentenc
         run(*given.values(), *others, *pages.values(), change.get("slots", slots))
 
 
-def test_rotary_of_parts_of_a_wider_tensor_in_any_order_of_positions():
-    table = kernels.rotary_table(128, 64, ROPE)
-    positions = torch.tensor([63, 0, 5, 5, 62, 5, 1])
-    q, k, _ = normal(7, 5, 128).split([3, 1, 1], dim=1)
-    whole = kernels.rotary(q, k, table, positions)
-    for n, position in enumerate(positions.to(torch.int32)):
-        alone = kernels.rotary(q[n : n + 1].clone(), k[n : n + 1].clone(), table, position[None])
-        assert all(torch.equal(one[0], all_[n]) for one, all_ in zip(alone, whole, strict=True))
-
-
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [
@@ -172,14 +162,6 @@ def test_rotary_raises_for_mismatched_operands(change, error, sentence):
     inputs = dict(q=normal(2, 3, 128), k=normal(2, 1, 128), table=kernels.rotary_table(128, 64, ROPE))
     with pytest.raises(error, match=sentence):
         kernels.rotary(**inputs | dict(positions=torch.arange(2)) | change)
-
-
-def test_heads_of_a_merged_projection_are_normalized_as_a_copy():
-    weight = normal(128, seed=3)
-    for x in normal(9, 7 * 128).split([4 * 128, 2 * 128, 128], dim=-1):
-        x = x.unflatten(-1, (-1, 128))
-        got = kernels.rms_norm(x, weight, EPS)
-        assert got.is_contiguous() and torch.equal(got, kernels.rms_norm(x.clone(), weight, EPS))
 
 
 def test_log_probs_are_rounded_once():

@@ -46,17 +46,17 @@ def test_vllms_kernel_has_the_bits_of_the_trainers_sum_at_every_size(monkeypatch
         cases = products_of_ranks(device, ranks_of, [(n, 4096) for n in rows])
         cases += [[model_like.activations(n, 4096, device) for _ in range(ranks_of)] for n in rows]
         for parts in cases:
-            found = [torch.full_like(part, torch.nan) for part in parts]
-            held = [buffer.view(torch.bfloat16)[: part.numel()] for buffer, part in zip(buffers, parts, strict=True)]
-            held = [place.view(part.shape).copy_(part) for place, part in zip(held, parts, strict=True)]
+            results = [torch.full_like(part, torch.nan) for part in parts]
+            copies = [buffer.view(torch.bfloat16)[: part.numel()] for buffer, part in zip(buffers, parts, strict=True)]
+            copies = [place.view(part.shape).copy_(part) for place, part in zip(copies, parts, strict=True)]
             torch.cuda.synchronize()
             # One kernel a stream: a kernel must not be queued after one that waits for it.
-            for rank, stream, part, out in zip(ranks, streams, held, found, strict=True):
+            for rank, stream, part, out in zip(ranks, streams, copies, results, strict=True):
                 with torch.cuda.stream(stream):
                     ops.all_reduce(rank, part, out, 0, 0)
             torch.cuda.synchronize()
             expected = kernels.sum_of_ranks(parts)
-            assert all(torch.equal(out, expected) for out in found), tuple(expected.shape)
+            assert all(torch.equal(out, expected) for out in results), tuple(expected.shape)
     finally:
         for rank in ranks:
             ops.dispose(rank)

@@ -19,16 +19,16 @@ BF16_STEP = 2**-8
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (2, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_values_and_gradients(head_dim, heads, kv_heads, form):
-    ours = [x.to("cuda", torch.bfloat16).requires_grad_() for x in operands(heads, kv_heads, head_dim)]
-    exact = [x.detach().float().requires_grad_() for x in ours]
+    leaves = [x.to("cuda", torch.bfloat16).requires_grad_() for x in operands(heads, kv_heads, head_dim)]
+    exact = [x.detach().float().requires_grad_() for x in leaves]
     cu = torch.tensor([0, *LENGTHS]).cumsum(0)
-    out, want = attended(form, *ours), reference.attention(*exact, cu, head_dim**-0.5)
+    out, want = attended(form, *leaves), reference.attention(*exact, cu, head_dim**-0.5)
     gradient = operands(heads, kv_heads, head_dim, seed=1)[0].to("cuda", torch.bfloat16)
     out.backward(gradient)
     want.backward(gradient.float())
     assert (out.float() - want).norm() <= BF16_STEP * want.norm()
-    for mine, theirs in zip(ours, exact, strict=True):
-        assert (mine.grad.float() - theirs.grad).norm() <= 2 * BF16_STEP * theirs.grad.norm()
+    for leaf, exact_leaf in zip(leaves, exact, strict=True):
+        assert (leaf.grad.float() - exact_leaf.grad).norm() <= 2 * BF16_STEP * exact_leaf.grad.norm()
 
 
 def test_fp32_queries_are_cast_under_autocast():

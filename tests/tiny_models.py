@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -34,7 +36,10 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
-HYBRIDS = {"qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration)}
+HYBRIDS = {
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
+}
 """Families with delta nets, which only a part of the tests covers."""
 OWN_FIELDS = {
     # A rollout has no dropout; this family's default has.
@@ -58,6 +63,9 @@ OWN_FIELDS = {
         ),
     ),
 }
+OWN_FIELDS["qwen3_5_moe"] = OWN_FIELDS["qwen3_5"] | dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=256
+)
 """Fields of one family."""
 TINY_TOWER = dict(depth=1, hidden_size=64, intermediate_size=64, num_heads=2, num_position_embeddings=64)
 """A vision tower, which text does not use."""

@@ -295,7 +295,7 @@ def _write(
 
     if mixture is not None:
         # transformers 5 writes another name; earlier releases read the published one.
-        config.setdefault(mixture.count[0], mixture.number(config))
+        config.get("text_config", config).setdefault(mixture.count[0], mixture.number(config))
     for part in (config, config.get("text_config"), config.get("vision_config")):
         if part is not None:
             part["dtype"] = "bfloat16"

@@ -17,6 +17,7 @@ from jetrl_verl.reference.constants import BLOCK, E4M3_MAX, FP8_DTYPE, SCALE_RUL
 from jetrl_verl.reference.experts import (
     Segments,
     UncombinedRows,
+    add_shared_expert,
     combine,
     combine_of_ranks,
     gather_quantized,

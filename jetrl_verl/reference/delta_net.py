@@ -14,7 +14,7 @@ those of reproducible.py, and no product is fused with an addition: a token's bi
 
 import torch
 
-from jetrl_verl.reference.reproducible import exp, log1p
+from jetrl_verl.reference.reproducible import exp, log1p, sigmoid
 
 HEAD = 128
 """Features of a head of queries, keys and values."""
@@ -31,11 +31,6 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     while (size := x.shape[dim]) > 1:
         x = x.narrow(dim, 0, size // 2) + x.narrow(dim, size // 2, size // 2)
     return x.squeeze(dim)
-
-
-def sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """FP32, rounded once."""
-    return exp(-x.double()).add_(1).reciprocal_().float()
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:

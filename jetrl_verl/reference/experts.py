@@ -14,6 +14,8 @@ along rows in groups of 128, so there ``align`` is 128 and no group holds rows o
 * A token's output is the sum of its pairs' rows in FP32, in the order of its experts' logits, rounded once.
 * Each tensor-parallel rank has a slice of every expert's inner dimension. It rounds its part of a row, adds a token's
   rows, rounds, and then the ranks are added, rank 0 first. Adding ranks before a token's rows gives other bits.
+* A shared expert is an MLP that every token goes to, a row-parallel layer like any other. Its output, rounded and added
+  over ranks, is multiplied by ``sigmoid`` of an FP32 logit and added to the other experts' in FP32, rounded once.
 
 Every product is ``gemm_nt`` or ``wgrad`` of one expert's rows (gemm.py).
 """
@@ -24,6 +26,7 @@ import torch
 
 from jetrl_verl.reference.constants import BLOCK
 from jetrl_verl.reference.gemm import gemm_nt, k_slices, sum_of_ranks, wgrad
+from jetrl_verl.reference.reproducible import sigmoid
 from jetrl_verl.reference.tensor import QuantizedTensor
 
 
@@ -157,3 +160,8 @@ def combine(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
 def combine_of_ranks(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """``[T, H]`` BF16 of ranks' rows ``y [ranks, R, H]`` BF16: each rank's :func:`combine`, then ``sum_of_ranks``."""
     return sum_of_ranks([combine(part, row) for part in y])
+
+
+def add_shared_expert(routed: torch.Tensor, shared: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """``routed + sigmoid(logits) shared``, ``[T, H]`` BF16 from BF16 outputs and FP32 ``logits [T, 1]``."""
+    return (routed.float() + sigmoid(logits) * shared.float()).to(torch.bfloat16)

@@ -62,6 +62,11 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     return result.mul_(power_of_two(k))
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + e^-x)`` in FP32, rounded once."""
+    return exp(-x.double()).add_(1).reciprocal_().float()
+
+
 def log(x: torch.Tensor) -> torch.Tensor:
     """``ln x`` in float64 for normal ``x > 0``, error a few units in the last place; NaN stays NaN."""
     mantissa, exponent = torch.frexp(x)

@@ -1,6 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's hybrid models with the shared operations: gated delta nets, attention with an output gate, decoder layers.
+"""vLLM's hybrid models with the shared operations: gated delta nets, attention with an output gate, mixtures with a
+shared expert, decoder layers.
 
 One operator updates a layer's states for all requests of a step, prompts and decodes alike. Like vLLM's it gets states
 and requests by the layer's name from the forward's context, so vLLM must cut a compiled model at it
@@ -19,12 +20,14 @@ from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.reference.delta_net import HEAD, TAPS
 from jetrl_verl.rollout import vllm_compat as vllm
+from jetrl_verl.rollout.experts import SharedMixture
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.qk_norm import SharedHeads
 
 REACHES = (
     "vllm.forward_context:ForwardContext.attn_metadata",
     "vllm.forward_context:ForwardContext.no_compile_layers",
+    "vllm.model_executor.models.qwen2_moe:Qwen2MoeMLP.forward",
     "vllm.model_executor.models.qwen3_next:Qwen3NextModel.forward",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
 )
@@ -208,8 +211,13 @@ class SharedGatedAttention(SharedHeads, ReadByLinear, _hybrid.Qwen3NextAttention
         return self.reader_format.sigmoid_mul(*operands, self.reader_rule, with_product=self.keeps_rows)
 
 
+class SharedHybridMixture(SharedMixture, _hybrid.Qwen3NextSparseMoeBlock):
+    """Qwen3.5's, with a shared expert."""
+
+
 SHARED: dict[type, type] = {
     _hybrid.Qwen3NextAttention: SharedGatedAttention,
+    _hybrid.Qwen3NextSparseMoeBlock: SharedHybridMixture,
     _stock.QwenGatedDeltaNetAttention: SharedDeltaNet,
     _hybrid.Qwen3_5DecoderLayer: SharedHybridLayer,
 }

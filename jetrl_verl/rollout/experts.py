@@ -3,9 +3,10 @@
 """vLLM's experts in the FP8 flow: parameters, weight sync, and the block around them.
 
 ``w13_weight [E, 2 I, H]`` and ``w2_weight [E, H, I]`` hold this rank's qdata as the trainer sends it, one tensor each,
-and :func:`load_experts` copies it. With shared operations the block is :class:`SharedMixture`: router, choice of
-experts and products are the trainer's operators. The preceding norm hands over qdata for the experts and BF16 rows for
-the router; the following norm adds a token's rows (kernels/combine_rms_norm.py).
+and :func:`load_experts` copies it. With shared operations the block is a :class:`SharedMixture`: router, choice of
+experts, products and the shared expert's gate are the trainer's operators. The preceding norm hands over qdata for the
+experts and BF16 rows for the router; without a shared expert the following norm adds a token's rows
+(kernels/combine_rms_norm.py).
 """
 
 from collections.abc import Iterator
@@ -117,51 +118,54 @@ class JetExpertsMethod(vllm.FusedMoEMethodBase):
         return kernels.combine(*self.experts(layer, quantized, router_logits.float()))
 
 
-class SharedMixture(vllm.Qwen3MoeSparseMoeBlock):
-    """Router and experts with the trainer's operations.
+class SharedMixture:
+    """Mixin of vLLM's blocks: router, experts and shared expert with the trainer's operations.
 
     Attributes:
         adds_rows: add a token's rows here, not in the following norm, so that ``jetrl diff`` can record both.
+        parts: the block's name of its shared expert, that one's of merged projection, activation and output projection,
+            and the block's of its gate; empty without one.
     """
 
     adds_rows = False
+    parts: tuple[str, ...] = ()
 
-    def check(self, ordered: bool) -> None:
+    def check(self) -> None:
         """Refuse a block that the shared operations do not cover."""
         routed = self.experts.routed_experts
         if not isinstance(routed.quant_method, JetExpertsMethod):
             raise TypeError(f"shared operations: experts are run by {type(routed.quant_method).__name__}, not by ours")
-        if self.shared_expert is not None:
-            config, why = routed.quant_method.config, "vLLM's class has a shared expert, and Hugging Face's has none"
-            what = f"the mixture of experts {config.path}"
-            refuse("shared_expert", precision=config.precision, what=what, why=why)
-        if self.tp_size > 1 and not ordered:
-            raise ValueError(f"shared operations: experts over {self.tp_size} GPUs need reduction=ordered")
         self.method: JetExpertsMethod = routed.quant_method
+        config = self.method.config
+        if (self.shared_expert is not None) != bool(self.parts):
+            why = f"vLLM's class has {'no' if self.parts else 'a'} shared expert, unlike Hugging Face's"
+            refuse("shared_expert", precision=config.precision, what=f"the mixture of experts {config.path}", why=why)
+        if self.parts and self._shared_parts()[2].reduce_results:
+            refuse("layer_replaced_in_vllm", what="a shared expert that adds its ranks' products itself")
+        if self.tp_size > 1 and config.reduction != "ordered":
+            raise ValueError(f"shared operations: experts over {self.tp_size} GPUs need reduction=ordered")
+
+    def _shared_parts(self) -> list[torch.nn.Module]:
+        shared, *inner, gate = self.parts
+        return [*(getattr(getattr(self, shared), name) for name in inner), getattr(self, gate)]
 
     def forward(self, x: QuantizedTensor) -> torch.Tensor | UncombinedRows:
         """``x`` with its BF16 rows as source -> rows for the following norm to add, or ``[T, H]`` BF16."""
         logits = kernels.logits(x.source, self.gate.weight)
         rows = self.method.experts(self.experts.routed_experts, x, logits)
-        if self.tp_size > 1:
-            return reduce_ranks(kernels.combine(*rows))
-        return kernels.combine(*rows) if self.adds_rows else rows
+        if not self.parts:
+            if self.tp_size > 1:
+                return reduce_ranks(kernels.combine(*rows))
+            return kernels.combine(*rows) if self.adds_rows else rows
+        gate_up, activation, down, gate = self._shared_parts()
+        routed, (shared, _) = kernels.combine(*rows), down(activation(gate_up(x)[0]))
+        if self.tp_size > 1:  # both in one collective
+            routed, shared = reduce_ranks(torch.cat([routed, shared])).chunk(2)
+        return kernels.add_shared_expert(routed, shared, kernels.logits(x.source, gate.weight))
 
 
-def share_experts(block: torch.nn.Module, ordered: bool) -> SharedMixture:
-    """Make a block of a loaded model a :class:`SharedMixture`, in place.
-
-    Args:
-        ordered: whether ranks' sums are added in the trainer's order.
-
-    Raises:
-        UnsupportedConfiguration: a block that the shared operations do not cover.
-    """
-    if type(block) is not vllm.Qwen3MoeSparseMoeBlock:
-        refuse("operation_replaced_in_vllm", what=f"the layer {type(block).__name__}")
-    block.__class__ = SharedMixture
-    block.check(ordered)
-    return block
+class SharedQwen3Mixture(SharedMixture, vllm.Qwen3MoeSparseMoeBlock):
+    """Qwen3's."""
 
 
 # --- weight sync ------------------------------------------------------------------------------------------------------
@@ -198,9 +202,11 @@ def load_experts(model: torch.nn.Module, name: str, tensor: torch.Tensor, rank: 
         ValueError: no layer of this name, or another shape.
     """
     weight = name.removesuffix(SCALE_SUFFIX)
-    location, mixture = place(weight), family(model.config).experts
+    location, decoder = place(weight), family(model.config)
+    mixture = decoder.experts
     parameter = dict(mixture.parameters)[leaf(weight)] + name.removeprefix(weight)
-    live = getattr(model.get_submodule(f"{location.layer}.{mixture.vllm_module}"), parameter).data
+    layer = decoder.rollout_name(location.layer)
+    live = getattr(model.get_submodule(f"{layer}.{mixture.vllm_module}"), parameter).data
     part, target = _part(tensor, live, rank, 2 if location.module == mixture.gate_up else 1)
     if part.shape != target.shape or part.dtype != live.dtype:
         raise ValueError(

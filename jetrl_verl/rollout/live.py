@@ -58,7 +58,8 @@ def _divided(
         runs = iter(_runs_of(layer))
         # A delta net's q, k and v are one tensor of the trainer.
         counts = {delta.qkv: 3} if delta is not None else {}
-        return {piece: list(islice(runs, counts.get(piece, 1))) for piece in decoder.pieces[module]}
+        # vLLM's experts have a second name for the shared one, which is none of the family's.
+        return {piece: list(islice(runs, counts.get(piece, 1))) for piece in decoder.pieces.get(module, ())}
     if delta is not None and module == delta.conv:  # of the channels of q, k and v
         projection = model.get_submodule(decoder.rollout_name(f"{location.layer}.{delta.qkvz}"))
         return {delta.conv: _runs_of(projection)[:3]}

@@ -112,7 +112,9 @@ class JetQuantizationConfig(vllm.QuantizationConfig):
             refuse("layer_replaced_in_vllm", what=f"the linear layer {prefix}, which its family does not have,")
         if not all(plans[piece].quantized for piece in pieces):
             return vllm.UnquantizedLinearMethod()
-        return JetLinearMethod(self)
+        # The output of a shared expert is added over ranks with that of the experts.
+        reduces = names.experts is None or location.module != names.down
+        return JetLinearMethod(self, reduces)
 
     @property
     def path(self) -> str:
@@ -140,10 +142,14 @@ CONFIGS = {method: _config_class(format_name) for format_name, method in formats
 
 @vllm.register_weight_loader_v2_supported_method
 class JetLinearMethod(vllm.LinearMethodBase):
-    """Linear layer whose weight arrives as qdata and scales of ``format``."""
+    """Linear layer whose weight arrives as qdata and scales of ``format``.
 
-    def __init__(self, config: JetQuantizationConfig) -> None:
-        self.config = config
+    Attributes:
+        reduces: whether a row-parallel layer adds its ranks' products itself.
+    """
+
+    def __init__(self, config: JetQuantizationConfig, reduces: bool = True) -> None:
+        self.config, self.reduces = config, reduces
         self.format = formats.get(config.format_name)
         self.format.check_rule(config.scale_rule)
 
@@ -184,7 +190,7 @@ class JetLinearMethod(vllm.LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Leave qdata and scales as they arrived. verl calls this after every sync."""
-        if self.config.reduction == "ordered":
+        if self.config.reduction == "ordered" and self.reduces:
             order_reduction(layer)
 
     def apply(

@@ -22,7 +22,7 @@ from jetrl_verl.models.families.base import Family, leaf, read
 from jetrl_verl.reference import QuantizedTensor, UncombinedRows
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.attention import share_attention_layers
-from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, share_experts
+from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, SharedQwen3Mixture
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.method import JetLinearMethod
 from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention, text_positions
@@ -162,6 +162,7 @@ _SHARED: dict[type, type] = {
     vllm.LogitsProcessor: SharedLogitsProcessor,
     vllm.Qwen3Attention: SharedQwen3Attention,
     vllm.Qwen3MoeAttention: SharedQwen3MoeAttention,
+    vllm.Qwen3MoeSparseMoeBlock: SharedQwen3Mixture,
 }
 """vLLM's class -> its subclass with another forward, of every model; those of hybrids are in delta_net.py."""
 
@@ -204,15 +205,12 @@ def _check_norm(norm: torch.nn.Module, names: Family) -> None:
         refuse("operation_replaced_in_vllm", what=f"a norm of the class {type(norm).__name__}")
 
 
-def share_operations(
-    model: torch.nn.Module, config: Any, ordered: bool = False, kv_cache: KVCache | None = None
-) -> None:
+def share_operations(model: torch.nn.Module, config: Any, kv_cache: KVCache | None = None) -> None:
     """Make a loaded vLLM model run the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
-        ordered: whether the products of tensor-parallel ranks are added as the trainer does.
         kv_cache: format of the KV cache; None for BF16.
 
     Raises:
@@ -251,8 +249,11 @@ def share_operations(
         if (delta := names.delta_net) is not None:
             part(delta.block).parts = tuple(map(leaf, (delta.qkvz, delta.ba, delta.out)))
             _share(part(delta.block), classes)
-        if names.experts is not None:
-            share_experts(part(names.experts.block), ordered)
+        if (mixture := names.experts) is not None:
+            if mixture.shared_gate:
+                parts = names.mlp, names.gate_up, names.activation, names.down, mixture.shared_gate
+                part(mixture.block).parts = tuple(map(leaf, parts))
+            _share(part(mixture.block), classes)
         for handoff in names.handoffs:
             source, reader = part(handoff.source), part(handoff.vllm_reader)
             if not isinstance(source, ReadByLinear):

@@ -62,7 +62,7 @@ class JetWorker(PlatformWorker):
         if ordered and not stock_all_reduce_matches(get_tp_group().world_size, on_gpu=not current_platform.is_cpu()):
             with torch.inference_mode():
                 find_one_stage(self.device)
-        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, ordered, config.kv_cache)
+        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, config.kv_cache)
         share_sampler(self.model_runner)
         split_at_attention(self.vllm_config.compilation_config)
 

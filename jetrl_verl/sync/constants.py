@@ -45,10 +45,10 @@ def constants_of(
             constants[f"the scale of {at}.{names.attention}"] = scale(layer, names)
         else:
             constants[f"the heads of {at}.{names.attention}"] = _heads(layer.get_submodule(names.attention))
-        if names.experts is None:
+        if names.has_mlp:
             kind = type(layer.get_submodule(names.activation)).__name__
             constants[f"the activation of {at}"] = "silu" if "silu" in kind.lower() else kind
-        else:
+        if names.experts is not None:
             count, per_token, scoring, renormalized = experts(layer, names)
             weights = f"weights {'' if renormalized else 'not '}renormalized"
             constants[f"the routing of {at}"] = f"{per_token} of {count} experts a token by {scoring}, {weights}"

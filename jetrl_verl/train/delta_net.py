@@ -27,7 +27,7 @@ def layer_forward(
     """Decoder layer whose first half is a delta net."""
     part = self.get_submodule
     hidden_states = hidden_states + part(family.attention)(part(family.input_norm)(hidden_states), packing)
-    return hidden_states + part(family.mlp)(part(family.post_norm)(hidden_states))
+    return hidden_states + part(family.second_half)(part(family.post_norm)(hidden_states))
 
 
 def delta_net_forward(

@@ -84,13 +84,14 @@ def _norm_forward(
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
     gate, up, down = (getattr(self, leaf(name)) for name in (family.gate, family.up, family.down))
+    output = partial(_last, down) if family.experts is None else down
     if accept_quantized((gate, up)):
         x = quantize_input(x, gate.format, gate.scale_rule)
         if covers(x, gate, up, down):
-            return _last(down, gated_product(x, gate, up))
+            return output(gated_product(x, gate, up))
     if not accept_quantized((down,)):
-        return _last(down, kernels.silu_mul(gate(x), up(x)))
-    return _last(down, down.format.silu_mul(gate(x), up(x), down.scale_rule))
+        return output(kernels.silu_mul(gate(x), up(x)))
+    return output(down.format.silu_mul(gate(x), up(x), down.scale_rule))
 
 
 def _last(module: nn.Module, *inputs: Any) -> torch.Tensor:
@@ -99,20 +100,29 @@ def _last(module: nn.Module, *inputs: Any) -> torch.Tensor:
     return module(*inputs)
 
 
-def _router_forward(self: nn.Module, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _router_forward(
+    self: nn.Module, hidden_states: torch.Tensor, *, mixture: Experts
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """FP32 logits ``[T, E]``, FP32 weights ``[T, k]``, experts ``[T, k]``, as transformers returns them."""
     logits = kernels.logits(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
-    experts, weights = kernels.route(logits, self.top_k, self.norm_topk_prob)
+    experts, weights = kernels.route(logits, self.top_k, mixture.renormalizes(self))
     return logits, weights, experts
 
 
-def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, mixture: Experts) -> torch.Tensor:
-    quantized = isinstance(x, QuantizedTensor)
+def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
+    mixture, quantized = family.experts, isinstance(x, QuantizedTensor)
     source = x.source if quantized else x
     rows = source.reshape(-1, source.shape[-1])
+    x = x if quantized else rows
     _, weights, chosen = getattr(self, leaf(mixture.router))(rows)
     experts = getattr(self, leaf(mixture.module))
-    return _last(experts, x if quantized else rows, chosen, weights).reshape(source.shape)
+    if not mixture.shared_gate:
+        return _last(experts, x, chosen, weights).reshape(source.shape)
+    shared = getattr(self, leaf(family.mlp))(x).reshape(rows.shape)
+    gate = kernels.logits(rows, getattr(self, leaf(mixture.shared_gate)).weight)
+    # Last, since no gradient reads it and that of the gate reads the shared expert's output.
+    routed = _last(experts, x, chosen, weights).reshape(rows.shape)
+    return kernels.add_shared_expert(routed, shared, gate).reshape(source.shape)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,11 +267,11 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
         else:
             replace("delta net", first, delta_net.delta_net_forward, names=names.delta_net)
             replace("linear layer", layer, delta_net.layer_forward, family=names)
-        if (mixture := names.experts) is None:
+        if names.has_mlp:
             replace("mlp", part(names.mlp), _mlp_forward, family=names)
-        else:
-            replace("mixture", part(mixture.block), _mixture_forward, mixture=mixture)
-            replace("router", part(mixture.router), _router_forward)
+        if (mixture := names.experts) is not None:
+            replace("mixture", part(mixture.block), _mixture_forward, family=names)
+            replace("router", part(mixture.router), _router_forward, mixture=mixture)
     replace("norm", model.get_submodule(family.final_norm), _norm_forward, unit_offset=family.unit_offset)
     rotary = model.get_submodule(family.rotary_embedding)
     width, positions = family.rotary_dim(config), read(config, "max_position_embeddings")

@@ -32,7 +32,7 @@ def stated_constants(model: nn.Module) -> dict[str, Any]:
     def experts(layer: nn.Module, names: Family) -> tuple[int, int, str, bool]:
         router, weights = (layer.get_submodule(name) for name in (names.experts.router, names.experts.module))
         count = getattr(weights, leaf(names.experts.down)).shape[0]
-        return count, router.top_k, names.experts.scoring, router.norm_topk_prob
+        return count, router.top_k, names.experts.scoring, names.experts.renormalizes(router)
 
     vocabulary, masked = used_vocabulary(model)
     table = getattr(model.get_submodule(decoder.rotary_embedding), "shared_table", None)

@@ -27,10 +27,10 @@ MISPLACED = {
 }
 
 
-def policy():
-    """Two layers of eight experts, top 2; blocks differ in size by up to a factor of eight."""
+def policy(family: str = "qwen3_moe", **changes):
+    """Layers of eight experts, top 2; blocks differ in size by up to a factor of eight."""
     sizes = dict(hidden_size=512, num_attention_heads=4, moe_intermediate_size=256)
-    model = with_preferences(tiny_model("qwen3_moe", 2, **sizes))
+    model = with_preferences(tiny_model(family, 2, **sizes, **changes))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -24,13 +24,15 @@ from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.quantize import quantize_stream
 from jetrl_verl.sync.statement import ContractViolation
 
+HYBRID = dict(tie_word_embeddings=True), dict(block_size=64, max_num_batched_tokens=64), "stop"
 POLICIES = {
     "qwen2": (dict(hidden_size=256, intermediate_size=320), {}, "skip", (8, 19)),
-    "qwen3_5": (dict(tie_word_embeddings=True), dict(block_size=64, max_num_batched_tokens=64), "stop", (19, 23)),
+    "qwen3_5": (*HYBRID, (19, 23)),
+    "qwen3_5_moe": (*HYBRID, (25, 29)),
     "qwen3_moe": ({}, {}, "stop", (2 * (4 + 2), 2 * 5 + 3)),
 }
 """Changes of a tiny model, arguments of its engine, the option ``unfit_layers``, and FP8 and BF16 tensors in vLLM. One
-has an MLP that does not fit 128x128 blocks, one a vision tower and delta nets, one experts (served_mixture.py)."""
+has an MLP that does not fit 128x128 blocks, two a vision tower and delta nets, two experts (served_mixture.py)."""
 
 
 class Policy:
@@ -38,9 +40,11 @@ class Policy:
 
     def __init__(self, model_type: str, root) -> None:
         changes, self.arguments, self.unfit_layers, self.counts = POLICIES[model_type]
-        mixture = model_type == "qwen3_moe"
-        self.trainer = served_mixture.policy() if mixture else tiny_model(model_type, 1, vocab_size=96, **changes)
-        self.decoder, self.folder = family(self.trainer.config), root / "fp8"
+        self.decoder, self.folder = family({"model_type": model_type}), root / "fp8"
+        if self.decoder.experts is not None:
+            self.trainer = served_mixture.policy(model_type, **changes)
+        else:
+            self.trainer = tiny_model(model_type, 1, vocab_size=96, **changes)
         self.trainer.save_pretrained(root / "policy")
         export(root / "policy", self.folder, ExportOptions("fp8", unfit_layers=self.unfit_layers))
 
@@ -103,6 +107,7 @@ BF16 = {
     "qwen3_5": {"linear_attn.in_proj_ba", "visual.blocks.0.attn.qkv", "visual.merger.linear_fc2"},
     "qwen3_moe": {"model.layers.0.mlp.gate"},
 }
+BF16["qwen3_5_moe"] = BF16["qwen3_5"] | {"language_model.model.layers.0.mlp.gate", "mlp.shared_expert_gate"}
 
 
 def test_stock_vllm_reads_the_quantization_config(policy):
@@ -114,7 +119,8 @@ def test_stock_vllm_reads_the_quantization_config(policy):
     (architecture,) = (facts := json.loads((policy.folder / "config.json").read_text()))["architectures"]
     stock = ModelRegistry._try_load_model_cls(architecture)
     if policy.decoder.experts is not None:  # transformers 4 and 5 write it under one name
-        assert facts["num_experts"] == AutoConfig.from_pretrained(policy.folder).num_experts == 8
+        read = AutoConfig.from_pretrained(policy.folder).get_text_config()
+        assert facts.get("text_config", facts)["num_experts"] == read.num_experts == 8
     config = Fp8Config.from_config(facts["quantization_config"])
     assert config.is_checkpoint_fp8_serialized and config.activation_scheme == "dynamic"
     assert config.weight_block_size == [128, 128]

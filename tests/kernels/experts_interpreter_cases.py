@@ -16,6 +16,7 @@ from tensors import normal
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch
 from jetrl_verl.kernels import weighted_silu_mul as operation
+from jetrl_verl.kernels.add_shared_expert import reference_add_shared_expert_backward
 from jetrl_verl.kernels.route import reference_route
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.doctor import self_check
@@ -200,6 +201,19 @@ def test_combine(few, k, monkeypatch):
     y = normal(len(where.pair), 300)
     exact = y.double()[where.row.long()].sum(dim=1)
     assert_close(triton_kernels.combine(y, where.row), exact)
+
+
+def test_add_shared_expert():
+    """Two tiles of columns; gradients of the reference against those of autograd."""
+    routed, shared, dy = (normal(5, 1280, seed=seed) for seed in range(3))
+    logits = torch.tensor([[-200.0], [-1.5], [0.0], [3.0], [200.0]])
+    assert_close(triton_kernels.add_shared_expert(routed, shared, logits), routed + logits.double().sigmoid() * shared)
+    leaves = [x.double().requires_grad_() for x in (routed, shared, logits)]
+    (leaves[0] + leaves[2].sigmoid() * leaves[1]).backward(dy.double())
+    for backward in (triton_kernels.add_shared_expert_backward, reference_add_shared_expert_backward):
+        dshared, dlogits = backward(dy, shared, logits)
+        assert_close(dshared, leaves[1].grad)
+        assert (dlogits - leaves[2].grad).abs().max() <= 1e-5 * leaves[2].grad.abs().max()
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:

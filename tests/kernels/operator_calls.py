@@ -99,6 +99,8 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "weighted_silu_mul_backward_quantize": (of_many[:, :128], of_many, weights, many.pair, "fp32"),
         "combine": (product, few.row),
         "combine_of_ranks": (torch.stack([product, product]), few.row),
+        "add_shared_expert": (x, dy, to_experts[:, :1]),
+        "add_shared_expert_backward": (dy, x, to_experts[:, :1]),
         "combine_add_rms_norm": (product, few.row, *of_norm, 1e-6),
         "combine_add_rms_norm_quantize_1x128": (product, few.row, *of_norm, 1e-6, "fp32", False),
         "rms_norm": (*of_norm, 1e-6, True),

@@ -33,6 +33,7 @@ DEVICE = torch.device("cuda")
 FLOW = formats.get("fp8")
 QWEN3_30B = dict(experts=128, k=8, hidden=2048, inner=768)
 QWEN3_235B = dict(experts=128, k=8, hidden=4096, inner=1536)
+QWEN3_5_35B = dict(experts=256, k=8, hidden=2048, inner=512)
 OVER_RANKS = [(2, QWEN3_30B), (2, QWEN3_235B), (4, QWEN3_235B)]
 """Slices of three and six K blocks."""
 
@@ -50,7 +51,7 @@ def logits_of(tokens: int, experts: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
-@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 128, 8), (777, 128, 8), (4096, 60, 4), (33, 8, 2)])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 128, 8), (777, 256, 8), (4096, 60, 4), (33, 8, 2)])
 def test_route_and_segments(tokens, experts, k, renormalize):
     logits = logits_of(tokens, experts)
     logits[:, 3] = logits[:, 5]  # ties
@@ -113,11 +114,27 @@ def experts_weights(experts: int, hidden: int, inner: int, **_) -> tuple[Quantiz
     return tuple(FLOW.quantize_weight(normal(*shape, seed=i) * 0.05, "fp32") for i, shape in enumerate(shapes))
 
 
+@pytest.mark.parametrize("tokens", [1, 100, 3000])
+def test_add_shared_expert(tokens):
+    """One rounding; a token's bits do not depend on the others; gradients of all three."""
+    routed, shared, dy = (normal(tokens, 2048, seed=seed) for seed in range(3))
+    leaves = [x.requires_grad_() for x in (routed, shared, logits_of(tokens, 1))]
+    out, exact = kernels.add_shared_expert(*leaves), [x.detach().double().requires_grad_() for x in leaves]
+    want = exact[0] + exact[2].sigmoid() * exact[1]
+    assert ((out - want).abs() <= 2**-8 * want.abs() + 1e-6 * (routed.abs() + shared.abs())).all()
+    last = slice(tokens // 2, tokens)
+    assert torch.equal(kernels.add_shared_expert(*(x[last] for x in leaves)), out[last])
+    out.backward(dy)
+    want.backward(dy.double())
+    assert torch.equal(routed.grad, dy)
+    for leaf, other, bound in zip(leaves[1:], exact[1:], (2**-8, 1e-4), strict=True):
+        assert (leaf.grad - other.grad).norm() <= bound * other.grad.norm()
+
+
 @pytest.mark.parametrize("align", [1, 128])
-@pytest.mark.parametrize("tokens", [1, 16, 300, 4096])
-def test_grouped_gemm_rows_match_the_dense_product(tokens, align):
+@pytest.mark.parametrize(("tokens", "shape"), [*((n, QWEN3_30B) for n in (1, 16, 300, 4096)), (300, QWEN3_5_35B)])
+def test_grouped_gemm_rows_match_the_dense_product(tokens, shape, align):
     """Every expert, FProp and DGrad, with every kernel of the dense product."""
-    shape = QWEN3_30B
     gate_up, _ = experts_weights(**shape)
     chosen, _ = kernels.route(logits_of(tokens, shape["experts"]), shape["k"], True)
     where = kernels.segments(chosen, shape["experts"], align)
@@ -417,10 +434,11 @@ def test_combine_of_ranks_matches_ranks_added_in_order(tokens, ranks, shape):
     assert not torch.equal(got, added_first)
 
 
-@pytest.mark.parametrize(("ranks", "shape"), OVER_RANKS, ids=["30B, 2", "235B, 2", "235B, 4"])
+@pytest.mark.parametrize(("ranks", "shape"), [*OVER_RANKS, (4, QWEN3_5_35B)])
 @pytest.mark.parametrize("tokens", [5, 2000])
 def test_the_trainer_matches_tensor_parallel_experts(tokens, ranks, shape):
-    layer, x, logits = experts_module(ranks, **shape), normal(tokens, shape["hidden"], seed=18), logits_of(tokens, 128)
+    layer, x = experts_module(ranks, **shape), normal(tokens, shape["hidden"], seed=18)
+    logits = logits_of(tokens, shape["experts"])
     gate_up, down = layer.gate_up_qdata(layer.gate_up_proj), layer.down_qdata(layer.down_proj)
     chosen, shares = kernels.route(logits, shape["k"], True)
     trained = layer(x, chosen, shares)

@@ -141,6 +141,8 @@ FP32_OUT, INT32_OUT = {"out_ptr": "*fp32", "total_ptr": "*fp32"}, {"out_ptr": "*
         ("segments._sum_kernel", {"TILE": 256}, {}, 1),
         ("segments._place_kernel", PIECES, {}, 8),
         ("gather_quantized._gather_kernel", {"TILE": 512, "GROUPS": 16}, INT32_OUT, 4),
+        ("add_shared_expert._add_kernel", {"TILE": 1024}, {}, 4),
+        ("add_shared_expert._backward_kernel", {"WIDTH": 2048}, {"dlogits_ptr": "*fp32"}, 4),
         ("combine._combine_kernel", {"RANKS": 1, "K": 8, "TILE": 256}, {}, 1),
         ("combine._combine_kernel", {"RANKS": 1, "K": 8, "TILE": 1024}, {}, 4),
         ("weighted_silu_mul._quantize_kernel", {"POW2": False, "GROUPS": 8}, {}, 4),

@@ -23,8 +23,8 @@ OF_EXPERTS = {f"{kind}/{tensor}" for kind in ("gate_up", "down") for tensor in (
 BY_EXPERT = OF_EXPERTS - {"gate_up/X"}
 
 
-def mixture(replaced: bool = True, **changes):
-    model = tiny_model("qwen3_moe", **changes)
+def mixture(replaced: bool = True, family: str = "qwen3_moe", **changes):
+    model = tiny_model(family, **changes)
     plans = plan_linears(model.config)
     if replaced:
         replace_linears(model, plans, scale_rule="fp32")
@@ -51,6 +51,11 @@ def test_every_expert_tensor_is_measured_under_names_independent_of_their_number
         assert metrics[f"{name}/snr_db_expert_min"] <= metrics[f"{name}/snr_db"] * (1 + 2**-22)
     for name in ("gate_up/W", "gate_up/X", "down/W", "down/X"):
         assert 20 < metrics[f"{name}/snr_db"] < 40
+
+
+def test_a_shared_expert_is_measured_next_to_the_experts():
+    named = {name.rpartition("/")[0] for name in measured(*mixture(family="qwen3_5_moe"))}
+    assert OF_EXPERTS | {f"shared_{name}" for name in OF_EXPERTS} <= named
 
 
 def test_a_bf16_trainer_measures_only_weights_and_the_experts_input():

@@ -36,11 +36,13 @@ CHANGES = {
 }
 """Heads of every supported width among them."""
 TEMPERATURES = (1.0, 0.6, 1.3)
-RULED = {"qwen3": 11, "qwen3_moe": 9, "qwen3_5": 15}
+RULED = {"qwen3": 11, "qwen3_moe": 9} | dict.fromkeys(HYBRIDS, 15)
 """Norms, activations and gates of a model if not seven: with QK norms, and without activations in a mixture."""
-FIRST_HALVES = {"qwen3_5": (["linear_attn.norm"], ["linear_attn.norm"], ["self_attn"])}
+ACTIVATIONS = {"qwen3_moe": [], "qwen3_5_moe": ["mlp.shared_expert.act_fn"]}
+"""Activations of a layer's linears in a mixture."""
+FIRST_HALVES = dict.fromkeys(HYBRIDS, (["linear_attn.norm"], ["linear_attn.norm"], ["self_attn"]))
 """What else of each layer hands quantized results over: a gated norm or gated attention."""
-COMPILED = ("qwen2", "qwen3_5", "qwen3_moe")
+COMPILED = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_moe")
 """Families whose engine runs vLLM's own compilation."""
 VLLMS_SPLITTING = ("vllm::unified_attention_with_output", "vllm::unified_kv_cache_update", qk_norm.VLLMS_DELTA_NET)
 """Where vLLM cuts on a GPU."""
@@ -270,8 +272,9 @@ def test_prompt_log_probabilities_are_equal_too(rollout):
 def test_inputs_of_linears_alone_are_quantized_where_they_are_written(rollout):
     model = rollout.worker.model_runner.model
     rules = {name: module.reader_rule for name, module in model.named_modules() if hasattr(module, "reader_rule")}
-    mixture, root = rollout.family == "qwen3_moe", "language_model.model" if rollout.family in HYBRIDS else "model"
-    read_by_linears = ("input_layernorm", "post_attention_layernorm", *([] if mixture else ["mlp.act_fn"]))
+    root, activations = "language_model.model" if rollout.family in HYBRIDS else "model", ["mlp.act_fn"]
+    activations = ACTIVATIONS.get(rollout.family, activations)
+    read_by_linears = ("input_layernorm", "post_attention_layernorm", *activations)
     assert {name for name, rule in rules.items() if rule == RULE} == {
         f"{root}.layers.{layer}.{name}"
         for layer, others in enumerate(FIRST_HALVES.get(rollout.family, ([], [])))
@@ -318,7 +321,10 @@ def test_a_compiled_layer_has_only_shared_operations_in_whole_pieces(rollout):
     assert rollout.worker.vllm_config.compilation_config.splitting_ops == [*VLLMS_SPLITTING, *SPLITTING]
     if rollout.family in HYBRIDS:
         gated, norm = ["gated_rms_norm_quantize", "fprop_quantized"], "add_rms_norm_quantize_1x128"
-        mlp = [norm, "fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
+        mlp = ["fprop_quantized", "silu_mul_quantize", "fprop_quantized"]
+        if rollout.family == "qwen3_5_moe":
+            mlp = [*EXPERTS, "combine", *mlp, "logits", "add_shared_expert"]
+        mlp = [norm, *mlp]
         to_delta_net = ["fprop_quantized", "logits"]
         assert [
             ["rms_norm_quantize_1x128", *to_delta_net],

@@ -8,7 +8,7 @@ import multiprocessing
 import pytest
 import torch
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe")
 SEEDS = (11, 12, 13)
 
 

@@ -22,16 +22,18 @@ from jetrl_verl.train.gather import tensors_of
 from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
+HYBRID = (
+    dict(num_attention_heads=2, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4),
+    dict(block_size=64, max_num_batched_tokens=128),
+)
 MODELS = {
     "qwen2": ({}, {}, 2 * (7 + 5) + 2),
-    "qwen3_5": (
-        dict(num_attention_heads=2, num_key_value_heads=2, linear_num_key_heads=2, linear_num_value_heads=4),
-        dict(block_size=64, max_num_batched_tokens=128),
-        2 * (8 + 6) + (7 + 4) + 2,
-    ),
+    "qwen3_5": (*HYBRID, 2 * (8 + 6) + (7 + 4) + 2),
+    "qwen3_5_moe": (*HYBRID, 2 * (9 + 7) + (8 + 5) + 2),
 }
-"""Changes of a tiny model, arguments of its engine, and how many tensors a sync sends: projections and others of each
-layer, the last norm and the embedding. One has biases on q, k and v, the other two linear layers and a full one."""
+"""Changes of a tiny model, arguments of its engine, and how many tensors of a sync vLLM loads: projections and others
+of each layer, the last norm and the embedding. One has biases on q, k and v, the others two linear layers and a full
+one, without and with experts."""
 
 
 class Engine:
@@ -158,7 +160,7 @@ def test_a_wrong_map_of_live_parameters_is_detected_before_it_copies(engine):
 def test_a_parameter_that_moved_is_loaded_at_its_new_address(engine, loads):
     engine.sync(5)
     loads.clear()
-    weight = engine.model.get_parameter(f"{engine.decoder.rollout_layers}.1.mlp.down_proj.weight")
+    weight = engine.model.get_parameter(f"{engine.decoder.rollout_layers}.1.{engine.decoder.down}.weight")
     before = weight.data
     weight.data = torch.zeros_like(before)
     engine.sync(6)
@@ -177,6 +179,9 @@ def test_a_parameter_that_moved_is_loaded_at_its_new_address(engine, loads):
         ("qwen3_5", "linear_attn.in_proj_ba.weight", -1, "linear_attn.in_proj_a.weight"),
         ("qwen3_5", "linear_attn.conv1d.weight", 300, "linear_attn.conv1d.weight"),
         ("qwen3_5", "linear_attn.A_log", 0, "linear_attn.A_log"),
+        ("qwen3_5_moe", "mlp.experts.routed_experts.w2_weight", -1, "mlp.experts.down_proj"),
+        ("qwen3_5_moe", "mlp.shared_expert.gate_up_proj.weight", -1, "mlp.shared_expert.up_proj.weight"),
+        ("qwen3_5_moe", "mlp.shared_expert_gate.weight", 0, "mlp.shared_expert_gate.weight"),
     ],
     indirect=["engine"],
 )

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM over two, four and eight ranks, and a mixture over two: log-probabilities equal the trainer's in all
+"""A real vLLM over two, four and eight ranks, and mixtures over two: log-probabilities equal the trainer's in all
 bits, with prefix caching, chunked prefill and preemption as in test_exact_rollout_on_cpu.py."""
 
 import pytest
@@ -18,10 +18,11 @@ SHAPES = {
     "llama": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, intermediate_size=1024),
     "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
     "qwen3_5": dict(linear_num_key_heads=2, intermediate_size=1024),
+    "qwen3_5_moe": dict(linear_num_key_heads=2, num_experts_per_tok=3, moe_intermediate_size=256),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
 }
-"""Inputs of o and down divide into eight parts of whole blocks, the mixture's into two."""
-ORDERED = {"llama": 2, "qwen3": 2, "qwen3_5": 2, "qwen3_moe": 1}
+"""Inputs of o and down divide into eight parts of whole blocks, a mixture's into two."""
+ORDERED = {"llama": 2, "qwen3": 2, "qwen3_5": 2, "qwen3_5_moe": 1, "qwen3_moe": 1}
 """Row-parallel linears of a layer; a mixture sums over ranks itself."""
 
 
@@ -62,7 +63,8 @@ def load(worker, family: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "ranks"), [("llama", 2), ("qwen3", 2), ("qwen3", 4), ("qwen3", 8), ("qwen3_5", 2), ("qwen3_moe", 2)]
+    ("family", "ranks"),
+    [("llama", 2), *(("qwen3", ranks) for ranks in (2, 4, 8)), ("qwen3_5", 2), ("qwen3_5_moe", 2), ("qwen3_moe", 2)],
 )
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():

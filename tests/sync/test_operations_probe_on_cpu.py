@@ -308,7 +308,8 @@ def test_a_flipped_bit_in_an_operation_of_a_gated_delta_net_is_named(monkeypatch
 
 # --- mixtures of experts ---------------------------------------------------------------------------------------------
 
-OF_MIXTURES = ("route", "experts", "combine", "combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128")
+OF_NORMED_SUMS = ("combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128")
+OF_MIXTURES = ("route", "experts", "combine", "add_shared_expert", *OF_NORMED_SUMS)
 
 
 def mixture_sums() -> dict[str, int]:

@@ -134,6 +134,19 @@ def test_terms_of_an_update_of_a_mixture():
     assert update["expert rows"] == rows * (4 * 2048 + 13 * 768) and update["gathered weights"] == 3 + 8 * layer
 
 
+def test_a_mixture_with_a_shared_expert():
+    """40 layers; router, the shared expert's gate, b, a and the convolution are not quantized."""
+    model = model_of("qwen3.5-35b-a3b", KNOWN["qwen3.5-35b-a3b"], tp=4)
+    second, full, linear = 257 * 3 * 2048 * 512, 2048 * (8192 + 2 * 512 + 4096), 2048 * (8192 + 4096 + 4096)
+    assert model.quantized == 40 * second + 10 * full + 30 * linear
+    assert model.layer == second + linear + 2048 * (256 + 1 + 64) + 4 * 8192
+    assert (model.inner, model.expert_width) == (9 * 512, 512) and 34e9 < model.parameters < 36e9
+    rows = 64 * 8 + 127 * 256
+    assert terms.expert_rows(model, 64) == rows * (4 * 2048 + 13 * 512)
+    eight = model_of("qwen3.5-35b-a3b", KNOWN["qwen3.5-35b-a3b"], tp=8)
+    assert eight.quantized == 0, "experts are 64 wide on a rank"
+
+
 def test_terms_of_weights_that_stay_gathered():
     assert terms.kept_weights(EIGHT, "bf16") == 2 * EIGHT.parameters
     assert terms.kept_weights(EIGHT, "fp8") == 2 * EIGHT.parameters + 2 * EIGHT.quantized

@@ -62,6 +62,7 @@ def step(model) -> tuple[dict[str, torch.Tensor], Counter[str]]:
         ("qwen3_moe", "fp8", "bf16"),
         ("qwen3_5", "fp8", "bf16"),
         ("qwen3_5", "bf16", "bf16"),
+        ("qwen3_5_moe", "fp8", "bf16"),
     ],
 )
 def test_kept_results_change_no_bit_and_repeat_no_product(family, linears, kv_cache):

@@ -151,7 +151,7 @@ MODEL_ROWS: dict[str, Row] = {
         instead="Set distillation.teacher_models to dense models, or precision=bf16",
     ),
     "dense_layers_of_a_mixture": Row("a mixture of experts with a dense MLP in some layers"),
-    "shared_expert": Row("a mixture of experts with a shared expert"),
+    "shared_expert": Row("a shared expert in a mixture other than Qwen3.5's, or none in Qwen3.5's"),
     "expert_activation": Row("experts with another activation than SiLU"),
     "expert_shape": Row("experts that are no multiples of 128"),
     "expert_shard_shape": Row("experts whose shards are no multiples of 128", instead=f"{_SMALLER}, or precision=bf16"),

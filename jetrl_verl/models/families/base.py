@@ -150,8 +150,12 @@ class Experts:
         parameters: the trainer's parameter -> vLLM's.
         each: gate, up and down of one expert in a published checkpoint, below ``<module>.<number>``.
         count: fields of the configuration, one of which is E: the published one, and transformers 5's.
-        per_token, width, renormalize: fields with k, I, and whether a token's weights are renormalized.
+        per_token, width, renormalize: fields with k, I, and whether a token's weights are renormalized; empty if they
+            always are.
         scoring: from the router's logits to probabilities.
+        shared_gate: linear layer of one output, not quantized, same name on both sides, whose sigmoid scales the shared
+            expert; empty if there is none. Its projections are the family's gate, up and down.
+        shared_width: field with the shared expert's width.
     """
 
     block: str = "mlp"
@@ -167,10 +171,24 @@ class Experts:
     width: str = "moe_intermediate_size"
     renormalize: str = "norm_topk_prob"
     scoring: str = "softmax"
+    shared_gate: str = ""
+    shared_width: str = "shared_expert_intermediate_size"
+
+    def renormalizes(self, router: Any) -> bool:
+        """Whether a token's weights add up to 1, by the trainer's router."""
+        return not self.renormalize or getattr(router, self.renormalize)
 
     def number(self, config: Any) -> int:
         """E of a Hugging Face configuration, object or mapping."""
         return next((count for name in self.count if (count := read(config, name)) is not None), 0)
+
+    def check(self, config: Any) -> None:
+        """Raise ``UnsupportedLayer`` for experts that the FP8 flow does not compute."""
+        if (activation := read(config, "hidden_act", "silu")) != "silu":
+            raise UnsupportedLayer(f"experts multiply by SiLU, and its activation is {activation}", "expert_activation")
+        experts, per_token = self.number(config), read(config, self.per_token, 0)
+        if not 1 <= per_token <= experts:
+            raise UnsupportedLayer(f"{per_token} of {experts} experts a token make no mixture", "experts_a_token")
 
 
 @dataclass(frozen=True)
@@ -227,7 +245,8 @@ class Family:
             trainer's model. rotary_embedding: the same.
         rollout_prefixes: (beginning of a name in the trainer's model, in vLLM's) where they differ.
         tower: of a model with vision, the trainer's module that text does not use; it stays BF16 and as it is.
-        attention: the layer's first half. mlp: the trainer's second half. input_norm, post_norm: the norms before them.
+        attention: the layer's first half. mlp: the trainer's module with gate, up and down, which is the second half or
+            a mixture's shared expert. input_norm, post_norm: the norms before the halves.
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
         gated: q has, per head, the queries and then as many gates of the attention's output.
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
@@ -236,7 +255,7 @@ class Family:
         qkv, gate_up: vLLM's merged projections. rotary, core: its rotary embedding, attention.
         activation: vLLM's SiLU * up, and the trainer's SiLU under the same name.
         dropouts: dropout rates in the configuration; only the trainer reads them.
-        experts: of a mixture, instead of gate, up and down.
+        experts: of a mixture, whose shared expert, if it has one, has gate, up and down.
         delta_net: of linear layers, instead of the attention.
     """
 
@@ -286,6 +305,16 @@ class Family:
         """Names of a layer with a delta net, which is its first half, ``attention``."""
         absent = dict.fromkeys(("q", "k", "v", "o", "q_norm", "k_norm", "qkv", "rotary", "core"), "")
         return replace(self, attention=self.delta_net.block, gated=False, **absent)
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether a layer has gate, up and down."""
+        return self.experts is None or bool(self.experts.shared_gate)
+
+    @property
+    def second_half(self) -> str:
+        """A layer's module after ``post_norm``, same name on both sides."""
+        return self.mlp if self.experts is None else self.experts.block
 
     @property
     def distinct_kinds(self) -> tuple["Family", ...]:
@@ -345,17 +374,21 @@ class Family:
                 Linear(delta.ba, (delta.b, delta.a), "ba", bf16=True),
                 Linear(delta.out, (delta.out,), "out", row_parallel=True),
             )
+        second, of = (), ""
         if (mixture := self.experts) is not None:
-            return (
-                *first,
+            second = (
                 Linear(mixture.gate_up, (mixture.gate_up,), "gate_up", experts=True),
                 Linear(mixture.down, (mixture.down,), "down", row_parallel=True, experts=True),
             )
-        return (
-            *first,
-            Linear(self.gate_up, (self.gate, self.up), "gate_up"),
-            Linear(self.down, (self.down,), "down", row_parallel=True),
-        )
+            of = "shared_"
+        if mixture is not None and mixture.shared_gate:
+            second += (Linear(mixture.shared_gate, (mixture.shared_gate,), "shared_gate", bf16=True),)
+        if self.has_mlp:
+            second += (
+                Linear(self.gate_up, (self.gate, self.up), f"{of}gate_up"),
+                Linear(self.down, (self.down,), f"{of}down", row_parallel=True),
+            )
+        return first + second
 
     @property
     def pieces(self) -> dict[str, tuple[str, ...]]:
@@ -379,9 +412,11 @@ class Family:
         first = (self.attention, self.q, self.k, self.v, self.o)
         if delta is not None:
             first += (delta.block, delta.qkv, delta.z, delta.b, delta.a, delta.conv, delta.norm, delta.out)
-        second = (self.mlp, self.gate, self.up, self.down)
+        second = (self.second_half,)
         if mixture is not None:
-            second = (mixture.block, mixture.router, mixture.module)
+            second += (mixture.router, mixture.module, mixture.shared_gate)
+        if self.has_mlp:
+            second += (self.mlp, self.gate, self.up, self.down)
         return tuple(dict.fromkeys(name for name in (*first, *self.norms, *second) if name))
 
     @property
@@ -397,10 +432,14 @@ class Family:
                 Handoff(self.input_norm, (delta.qkv, delta.z), delta.qkvz, routed=True),
                 Handoff(delta.norm, (delta.out,), delta.out),
             )
-        if (mixture := self.experts) is not None:
-            return *first, Handoff(self.post_norm, (mixture.module,), mixture.block, routed=True)
-        gate_up = Handoff(self.post_norm, (self.gate, self.up), self.gate_up)
-        return *first, gate_up, Handoff(self.activation, (self.down,), self.down)
+        readers, mixture = (self.gate, self.up) if self.has_mlp else (), self.experts
+        if mixture is None:
+            second = (Handoff(self.post_norm, readers, self.gate_up),)
+        else:
+            second = (Handoff(self.post_norm, (mixture.module, *readers), mixture.block, routed=True),)
+        if self.has_mlp:
+            second += (Handoff(self.activation, (self.down,), self.down),)
+        return first + second
 
     @property
     def fed_by_norms(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -425,7 +464,6 @@ class Family:
             tp: tensor-parallel size of the rollout.
         """
         mixture = self.experts
-        inner = read(config, "intermediate_size" if mixture is None else mixture.width)
         hidden = read(config, "hidden_size")
         heads = read(config, "num_attention_heads")
         kv_heads = read(config, "num_key_value_heads", heads)
@@ -437,10 +475,13 @@ class Family:
             keys, values = delta.features(config)
             whole |= {delta.qkv: (2 * keys + values, hidden), delta.z: (values, hidden), delta.out: (hidden, values)}
             whole |= dict.fromkeys((delta.b, delta.a), (delta.heads(config)[1], hidden))
-        if mixture is None:
+        if self.has_mlp:
+            inner = read(config, "intermediate_size" if mixture is None else mixture.shared_width)
             whole |= {self.gate: (inner, hidden), self.up: (inner, hidden), self.down: (hidden, inner)}
-        else:
+        if mixture is not None:
+            inner = read(config, mixture.width)
             whole |= {mixture.gate_up: (2 * inner, hidden), mixture.down: (hidden, inner)}
+            whole |= {mixture.shared_gate: (1, hidden)}
         # vLLM replicates key/value heads when there are fewer of them than ranks.
         kv_shard = max(kv_heads // tp, 1) * head_dim
         shapes = {}
@@ -449,6 +490,8 @@ class Family:
                 n, k = whole[name]
                 if linear.row_parallel:
                     shapes[name] = Shape(n, k, n, k // tp)
+                elif mixture is not None and name == mixture.shared_gate:  # whole on every rank
+                    shapes[name] = Shape(n, k, n, k)
                 else:
                     shapes[name] = Shape(n, k, kv_shard if name in (self.k, self.v) else n // tp, k)
         return shapes

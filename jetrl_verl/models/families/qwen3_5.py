@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3.5, dense: three of four layers have a gated delta net, the fourth a gated attention; a vision tower that text
-does not use. Published as ``Qwen3_5ForConditionalGeneration``; verl and vLLM run no other class of it.
+"""Qwen3.5: three of four layers have a gated delta net, the fourth a gated attention; a vision tower that text does not
+use. Published as ``Qwen3_5ForConditionalGeneration``; verl and vLLM run no other class of it.
 """
 
 from typing import Any
@@ -22,11 +22,18 @@ class Qwen35(Family):
             ("output_gate_type", ("silu", "swish")),
             ("layer_scale", (False,)),
             ("attention_bias", (False,)),
+            ("norm_topk_prob", (True,)),
         ):
             if (value := read(config, name, neutral[0])) not in neutral:
                 raise UnsupportedLayer(
                     f"it has {name}={str(value).lower()}, which vLLM's and Hugging Face's classes read differently",
                     "fields_of_vllm",
+                )
+        if self.experts is not None:
+            self.experts.check(config)
+            if read(config, self.experts.shared_width, 0) < 1:
+                raise UnsupportedLayer(
+                    "Hugging Face's class has a shared expert, and vLLM's then none", "shared_expert"
                 )
         keys, values = self.delta_net.heads(config)
         if values % keys:

@@ -19,11 +19,7 @@ class Qwen3MoE(Family):
                 "vLLM's class has a shared expert (shared_expert_intermediate_size), and Hugging Face's has none",
                 "shared_expert",
             )
-        if (activation := read(config, "hidden_act", "silu")) != "silu":
-            raise UnsupportedLayer(f"experts multiply by SiLU, and its activation is {activation}", "expert_activation")
-        experts, per_token = self.experts.number(config), read(config, self.experts.per_token, 0)
-        if not 1 <= per_token <= experts:
-            raise UnsupportedLayer(f"{per_token} of {experts} experts a token make no mixture", "experts_a_token")
+        self.experts.check(config)
 
 
 FAMILY = Qwen3MoE("qwen3_moe", q_norm="self_attn.q_norm", k_norm="self_attn.k_norm", experts=Experts())

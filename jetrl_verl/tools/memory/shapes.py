@@ -49,21 +49,25 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
 _DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+_OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+_OF_35B |= {"shared_expert_intermediate_size": 512}
 KNOWN |= {
     name: {
-        "model_type": "qwen3_5",
+        "model_type": model_type,
         "tie_word_embeddings": sizes[-1],
-        "text_config": dict(zip(_FIELDS, ("qwen3_5_text", *sizes), strict=True))
+        "text_config": dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
         | {"head_dim": 256, "hidden_act": "silu", "rope_parameters": _ROPE}
+        | (_OF_35B if model_type == "qwen3_5_moe" else {})
         | {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
         | _DELTA_HEADS,
     }
-    for name, value_heads, *sizes in (
-        ("qwen3.5-0.8b", 16, 24, 1024, 3584, 8, 2, 248320, True),
-        ("qwen3.5-2b", 16, 24, 2048, 6144, 8, 2, 248320, True),
-        ("qwen3.5-4b", 32, 32, 2560, 9216, 16, 4, 248320, True),
-        ("qwen3.5-9b", 32, 32, 4096, 12288, 16, 4, 248320, False),
-        ("qwen3.5-27b", 48, 64, 5120, 17408, 24, 4, 248320, False),
+    for name, model_type, value_heads, *sizes in (
+        ("qwen3.5-0.8b", "qwen3_5", 16, 24, 1024, 3584, 8, 2, 248320, True),
+        ("qwen3.5-2b", "qwen3_5", 16, 24, 2048, 6144, 8, 2, 248320, True),
+        ("qwen3.5-4b", "qwen3_5", 32, 32, 2560, 9216, 16, 4, 248320, True),
+        ("qwen3.5-9b", "qwen3_5", 32, 32, 4096, 12288, 16, 4, 248320, False),
+        ("qwen3.5-27b", "qwen3_5", 48, 64, 5120, 17408, 24, 4, 248320, False),
+        ("qwen3.5-35b-a3b", "qwen3_5_moe", 32, 40, 2048, None, 16, 2, 248320, False),
     )
 }
 
@@ -73,13 +77,13 @@ class Model:
     """Sizes of a decoder; a vision tower is not counted.
 
     Attributes:
-        inner: width of the MLP; of a mixture, of all experts of a token together.
+        inner: width of the MLP; of a mixture, of all experts of a token and the shared one together.
         mixing: features that the first half of a layer has between its projections, of the kind with most.
         keys: features of all key heads. caching: layers with keys and values.
         layer, linears: parameters of the linears of the largest decoder layer, and of all.
         quantized: parameters, of all layers, that a quantized precision quantizes.
         tied: whether lm_head is the embedding.
-        experts, experts_per_token: of a mixture; 0 of a dense model.
+        experts, experts_per_token, expert_width: of a mixture; 0 of a dense model.
         results: bytes of a token that selective checkpointing keeps in all layers (kernels/recomputation.py), without
             experts: results of products, attention with its log-sum-exp, and delta rules.
         state_bytes: a request's states of delta nets, whatever its length: FP32, and three BF16 inputs of the
@@ -101,6 +105,7 @@ class Model:
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
+    expert_width: int = 0
     results: int = 0
     state_bytes: int = 0
 
@@ -133,7 +138,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     shapes, mixture = decoder.shapes(config, tp), decoder.experts
     hidden = shapes[decoder.q].k
     experts = 0 if mixture is None else mixture.number(config)
-    per_token = 0 if mixture is None else read(config, mixture.per_token)
+    per_token, of_expert = (0, 0) if mixture is None else (read(config, mixture.per_token), shapes[mixture.down].k)
     kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
     layer = linears = quantized = results = 0
     for kind in decoder.distinct_kinds:
@@ -155,7 +160,8 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
             between = 2 * mixed + 3 * values
             kept = BF16 * (mixed + 2 * values) + 2 * FP32 * read(config, delta.value_heads)
             state_bytes = number * (FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed)
-        kept += BF16 * hidden + (FP32 * experts if mixture else 2 * BF16 * shapes[kind.down].k)
+        kept += BF16 * hidden + FP32 * experts + (2 * BF16 * shapes[kind.down].k if kind.has_mlp else 0)
+        kept += BF16 * hidden + FP32 if mixture is not None and mixture.shared_gate else 0
         results += number * kept
         layer, mixing = max(layer, parameters), max(mixing, between)
         linears += number * parameters
@@ -165,7 +171,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         config,
         read(config, "num_hidden_layers"),
         hidden,
-        shapes[decoder.down].k if mixture is None else per_token * shapes[mixture.down].k,
+        per_token * of_expert + (shapes[decoder.down].k if decoder.has_mlp else 0),
         read(config, "vocab_size"),
         mixing,
         shapes[decoder.k].n,
@@ -176,6 +182,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         bool(read(config, "tie_word_embeddings", False)),
         experts,
         per_token,
+        of_expert,
         results,
         state_bytes,
     )

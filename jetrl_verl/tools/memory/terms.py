@@ -89,7 +89,7 @@ def layer_results(model: Model, tokens: float) -> float:
     their product in FP8 with scales (nn/experts.py)."""
     of_experts = 0.0
     if model.experts:
-        of_experts = _rows(model, tokens) * model.inner / model.experts_per_token * (2 * BF16 + 1 + FP32 / BLOCK)
+        of_experts = _rows(model, tokens) * model.expert_width * (2 * BF16 + 1 + FP32 / BLOCK)
     return tokens * model.results + model.layers * of_experts
 
 
@@ -127,8 +127,7 @@ def expert_rows(model: Model, tokens: float) -> float:
     gradients in BF16 and FP8, and an FP8 product."""
     if not model.experts:
         return 0.0
-    inner = model.inner / model.experts_per_token
-    return _rows(model, tokens) * (model.hidden * (BF16 + 2) + inner * (2 * (2 * BF16 + 2) + 1))
+    return _rows(model, tokens) * (model.hidden * (BF16 + 2) + model.expert_width * (2 * (2 * BF16 + 2) + 1))
 
 
 def rollout_weights(model: Model, kind: str) -> float:

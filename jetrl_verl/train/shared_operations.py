@@ -114,15 +114,15 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, fami
     source = x.source if quantized else x
     rows = source.reshape(-1, source.shape[-1])
     x = x if quantized else rows
+    if mixture.shared_gate:
+        shared = getattr(self, leaf(family.mlp))(x).reshape(rows.shape)
+        gate = kernels.logits(rows, getattr(self, leaf(mixture.shared_gate)).weight)
     _, weights, chosen = getattr(self, leaf(mixture.router))(rows)
-    experts = getattr(self, leaf(mixture.module))
-    if not mixture.shared_gate:
-        return _last(experts, x, chosen, weights).reshape(source.shape)
-    shared = getattr(self, leaf(family.mlp))(x).reshape(rows.shape)
-    gate = kernels.logits(rows, getattr(self, leaf(mixture.shared_gate)).weight)
-    # Last, since no gradient reads it and that of the gate reads the shared expert's output.
-    routed = _last(experts, x, chosen, weights).reshape(rows.shape)
-    return kernels.add_shared_expert(routed, shared, gate).reshape(source.shape)
+    # After the shared expert, whose output the gradient of its gate reads.
+    out = _last(getattr(self, leaf(mixture.module)), x, chosen, weights).reshape(rows.shape)
+    if mixture.shared_gate:
+        out = kernels.add_shared_expert(out, shared, gate)
+    return out.reshape(source.shape)
 
 
 def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

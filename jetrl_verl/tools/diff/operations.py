@@ -5,7 +5,8 @@
 Each has one output per token and depends on earlier operations only, so the first that differs made the difference.
 Merged projections (q/k/v, gate/up) are split. A residual sum, which vLLM computes inside its norm, is an operation of
 kind ``norm``. A mixture is its router's logits, the choice (a row of ``[E]`` weights, 0 for experts that a token does
-not go to), the experts, and their combination; stock engines return experts already combined. With a quantized KV cache
+not go to), the experts, and their combination; stock engines return experts already combined. A shared expert is an
+MLP, the logit of its gate, and the sum of all, of shared operations alone. With a quantized KV cache
 ``k_cache`` and ``v_cache`` are what attention reads: quantized and dequantized, or unchanged in a stock trainer. A
 delta net is its projections, convolution, rule and gated norm, of shared operations alone.
 """
@@ -31,11 +32,15 @@ _LAST = {"final_residual": "norm", "final_norm": "norm", "lm_head": "lm_head", "
 def _of_layer(family: Family, shared: bool = True, kv_cache: bool = True) -> dict[str, str]:
     """Name -> kind of the operations of a decoder layer of one kind, in order; projections and QK norms have the
     family's names."""
-    if family.experts is None:
-        mlp = {leaf(family.gate): "linear", leaf(family.up): "linear", "activation": "activation"}
-        mlp |= {leaf(family.down): "linear"}
-    else:
-        mlp = {"router": "router", "choice": "choice", "experts": "linear"} | ({"combine": "combine"} if shared else {})
+    second = {}
+    if family.has_mlp:
+        second |= {leaf(family.gate): "linear", leaf(family.up): "linear", "activation": "activation"}
+        second |= {leaf(family.down): "linear"}
+    if (mixture := family.experts) is not None:
+        second |= {"router": "router", "choice": "choice", "experts": "linear"}
+        second |= {"combine": "combine"} if shared else {}
+    if mixture is not None and mixture.shared_gate:
+        second |= {leaf(mixture.shared_gate): "linear", "shared_sum": "combine"}
     first = {"input_residual": "norm", "input_norm": "norm"}
     if (delta := family.delta_net) is not None:
         first |= {leaf(delta.qkv): "linear", leaf(delta.z): "linear", "convolution": "convolution"}
@@ -48,7 +53,7 @@ def _of_layer(family: Family, shared: bool = True, kv_cache: bool = True) -> dic
         first |= dict.fromkeys(("k_cache", "v_cache") if kv_cache else (), "kv_cache")
         first |= {"attention": "attention"} | ({"gated": "activation"} if family.gated else {})
         first |= {leaf(family.o): "linear"}
-    return first | {"post_residual": "norm", "post_norm": "norm"} | mlp
+    return first | {"post_residual": "norm", "post_norm": "norm"} | second
 
 
 def _kinds_of_layers(family: Family) -> tuple[Family, ...]:

@@ -63,9 +63,8 @@ class Recorder:
         self._undo = contextlib.ExitStack()
         self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
         lengths = [len(sequence) - 1 for sequence in sequences]
-        mixture = "combine" if shared else "experts"
         # Outputs that the next residual sum adds.
-        self._streams = ("embedding", leaf(family.o), leaf(family.down) if family.experts is None else mixture)
+        self._streams = ("embedding", leaf(family.o), self._last_of(family))
         if family.delta_net is not None:
             self._streams += (leaf(family.delta_net.out),)
         self._starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -78,6 +77,14 @@ class Recorder:
         self._now: dict[str, torch.Tensor] = {}
         self._layer: int | None = None
         self._install(runner.model)
+
+    def _last_of(self, family: Family) -> str:
+        """The last operation of a layer."""
+        if family.experts is None:
+            return leaf(family.down)
+        if family.experts.shared_gate:
+            return "shared_sum"
+        return "combine" if self._shared else "experts"
 
     # --- hooks -------------------------------------------------------------------------------------------------------
 
@@ -120,9 +127,10 @@ class Recorder:
             self._watch_delta_net(layer, family.delta_net)
         self._watch(get(family.post_norm), ("stream", "residual"), ("post_norm", "post_residual"))
         if family.experts is not None:
-            self._watch(get(family.experts.block), ("post_norm",), ("combine" if self._shared else "experts",))
+            self._watch(get(family.experts.block), ("post_norm",), (self._last_of(family),))
             if not self._shared:
                 self._watch(get(family.experts.router), ("post_norm",), ("router",))
+        if not family.has_mlp:
             return
         gate_up = get(family.gate_up)
         inner = [gate_up.output_size_per_partition // 2] * 2
@@ -204,7 +212,8 @@ class Recorder:
                 self._keep(name, seen.flatten(1))
 
     def _watch_choices(self, layers: Sequence[torch.nn.Module]) -> None:
-        """Record a mixture's choice; with shared operations also router logits and the experts before their sum.
+        """Record a mixture's choice; with shared operations also router logits, the experts before their sum, and what
+        is added to a shared expert.
 
         The choice is made by the flow's operator or by vLLM's: a router's method on a GPU, a function on a CPU.
         """
@@ -231,8 +240,16 @@ class Recorder:
                 self._keep("experts", y[row.long()].flatten(1)[: len(self._rows)])
             return combine(y, row)
 
+        def added(add: Callable, *operands: torch.Tensor) -> torch.Tensor:
+            if self._order:
+                routed, _, logits = operands
+                for name, rows in (("combine", routed), (leaf(self._family.experts.shared_gate), logits)):
+                    self._keep(name, rows[: len(self._rows)])
+            return add(*operands)
+
         self._exchange(kernels, "route_and_permute", routed)
         self._exchange(kernels, "combine", combined)
+        self._exchange(kernels, "add_shared_expert", added)
         if not self._shared:
             from jetrl_verl.rollout.vllm_compat import cpu_experts
 

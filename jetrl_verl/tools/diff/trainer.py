@@ -138,10 +138,11 @@ class Trainer:
                 self._watch_delta_net(layer, names.delta_net)
             self._before(post_norm, "post_residual", in_place=True)
             self._after(post_norm, "post_norm")
-            if mixture is None:
+            if names.has_mlp:
                 for name in (names.gate, names.up, names.down):
                     self._after(layer.get_submodule(name), leaf(name))
                 self._before(layer.get_submodule(names.down), "activation")
+            if mixture is None:
                 continue
             layer.get_submodule(mixture.router).register_forward_hook(self._after_router)
             if not self._shared:
@@ -225,11 +226,11 @@ class Trainer:
 
     @contextlib.contextmanager
     def _mixture(self) -> Iterator[None]:
-        """Replace the functions of a router and of the experts' combination by ones that call the tap."""
+        """Replace the functions of a router and of the experts' sums by ones that call the tap."""
         if self._family.experts is None:
             yield
         elif self._shared:
-            route, combine = kernels.route, kernels.combine
+            route, combine, add = kernels.route, kernels.combine, kernels.add_shared_expert
 
             def routed(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
                 return route(self._ask("router", logits), *args)
@@ -241,7 +242,15 @@ class Trainer:
                     y = y.index_copy(0, row.flatten().long(), answer.view(-1, y.shape[1]))
                 return self._ask("combine", combine(y, row))
 
-            with _exchanged(kernels, "route", routed), _exchanged(kernels, "combine", combined):
+            def added(routed: torch.Tensor, shared: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+                logits = self._ask(leaf(self._family.experts.shared_gate), logits)
+                return self._ask("shared_sum", add(routed, shared, logits))
+
+            with (
+                _exchanged(kernels, "route", routed),
+                _exchanged(kernels, "combine", combined),
+                _exchanged(kernels, "add_shared_expert", added),
+            ):
                 yield
         else:
             # Only the router calls it by this name.

@@ -1,10 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``jetrl diff`` of a hybrid: equal under jet_fp8_exact, and a planted difference is named by its operation."""
+"""``jetrl diff`` of hybrids: equal under jet_fp8_exact, and a planted difference is named by its operation."""
 
 import pytest
 from engine_here import comparer
-from tiny_models import save_policy
+from tiny_models import HYBRIDS, save_policy
 
 from jetrl_verl import kernels
 from jetrl_verl.inputs import UserError
@@ -12,20 +12,34 @@ from jetrl_verl.inputs import UserError
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def compare(tmp_path_factory, cpu_platform):
-    folder = tmp_path_factory.mktemp("hybrid")
+@pytest.fixture(scope="module", params=HYBRIDS)
+def compare(request, tmp_path_factory, cpu_platform):
+    folder = tmp_path_factory.mktemp(request.param)
     with pytest.MonkeyPatch.context() as patch:
-        yield comparer(save_policy(folder / "policy", "qwen3_5"), folder, patch, block_size=64)
+        compare = comparer(save_policy(folder / "policy", request.param), folder, patch, block_size=64)
+        compare.family = request.param
+        yield compare
 
 
 def test_equal_in_every_operation(compare):
     status, report, *_ = compare("jet_fp8_exact")
     assert status == 0 and report["equal"] and report["first_difference"] is None
-    # 16 operations in each of two linear layers, 18 in the full one, no residual sum at the first.
-    assert len(report["operations"]) == 2 * 16 + 18 - 1 + 5
+    # 16 operations in each of two linear layers, 18 in the full one, no residual sum at the first; of a mixture four of
+    # its experts, the logit of the shared one's gate and the sum.
+    of_experts = 6 if compare.family == "qwen3_5_moe" else 0
+    assert len(report["operations"]) == 2 * 16 + 18 - 1 + 5 + 3 * of_experts
 
 
+@pytest.mark.parametrize("compare", ["qwen3_5_moe"], indirect=True)
+def test_a_difference_of_the_shared_expert_is_named(compare, monkeypatch):
+    stock = kernels.add_shared_expert
+    monkeypatch.setattr(kernels, "add_shared_expert", lambda *args: stock(*args) * 1.0078125)
+    _, report, *_ = compare("jet_fp8_exact")
+    assert (report["first_difference"]["layer"], report["first_difference"]["operation"]) == (0, "shared_sum")
+    assert report["all_corrected"]["differing"] == 0
+
+
+@pytest.mark.parametrize("compare", ["qwen3_5"], indirect=True)
 @pytest.mark.parametrize(("function", "named"), [("causal_conv1d", "convolution"), ("gated_delta_rule", "delta_rule")])
 def test_a_difference_of_the_trainer_is_named(compare, monkeypatch, function, named):
     stock = getattr(kernels, function)

@@ -114,7 +114,7 @@ def _deal_heads(model: str, tp: int) -> None:
 
     fields = fields_of(model)
     if not family(fields).divides_heads(fields, tp):
-        raise UnsupportedLayer(f"its {fields['num_attention_heads']} heads are not divided by {tp}")
+        raise UnsupportedLayer(f"its {family(fields).heads_of(fields)} are not divided by {tp}")
 
 
 def too_few(gpus: int, on_a_cpu: bool) -> str:

@@ -87,6 +87,7 @@ def _qwen3_5(tower: dict[str, Any], **fields: Any) -> Published:
     """Three layers with a delta net, then one with attention; rotary over a quarter of heads of 256."""
     heads = dict(num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256)
     linear = dict(linear_num_key_heads=16, linear_num_value_heads=32, full_attention_interval=4)
+    linear |= dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
     rotary = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
     rotary |= dict(mrope_section=[11, 11, 10], mrope_interleaved=True)
     every = {"vocab_size": 248320, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, **heads, **linear, **fields}
@@ -94,6 +95,13 @@ def _qwen3_5(tower: dict[str, Any], **fields: Any) -> Published:
     tower |= dict(out_hidden_size=fields["hidden_size"], num_heads=16)
     ends = (QWEN_SPECIAL, None, "<|im_end|>", "<|endoftext|>", CHATML)
     return Published("Qwen3_5Config", every, 248044, 248077, *ends, tower)
+
+
+def _qwen3_5_moe(tower: dict[str, Any], **fields: Any) -> Published:
+    """256 experts, 8 a token, and a shared one."""
+    experts = dict(num_experts=256, num_experts_per_tok=8, router_aux_loss_coef=0.001)
+    dense = _qwen3_5(tower, **experts, tie_word_embeddings=False, **fields)
+    return Published(**{**vars(dense), "config": "Qwen3_5MoeConfig"})
 
 
 PUBLISHED: dict[str, Published] = {
@@ -108,6 +116,14 @@ PUBLISHED: dict[str, Published] = {
         hidden_size=4096,
         intermediate_size=12288,
         tie_word_embeddings=False,
+    ),
+    "qwen3_5_35b_a3b": _qwen3_5_moe(
+        dict(depth=27, hidden_size=1152, intermediate_size=4304),
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_hidden_layers=40,
+        num_key_value_heads=2,
     ),
     "qwen3_30b_a3b": _qwen3_moe(
         hidden_size=2048,
@@ -239,6 +255,7 @@ _TYPES = {
     "Qwen3Config": "qwen3",
     "Qwen3MoeConfig": "qwen3_moe",
     "Qwen3_5Config": "qwen3_5",
+    "Qwen3_5MoeConfig": "qwen3_5_moe",
     "LlamaConfig": "llama",
 }
 
@@ -249,7 +266,11 @@ def fields_of(name: str, layers: int | None = None) -> dict[str, Any]:
     fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
     fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
     fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
-    return fields | ({"num_hidden_layers": layers} if layers else {})
+    fields |= {"num_hidden_layers": layers} if layers else {}
+    if published.tower is None:
+        return fields
+    whole = {name: fields[name] for name in ("model_type", "tie_word_embeddings")}
+    return whole | {"text_config": fields | {"model_type": f"{fields['model_type']}_text"}}
 
 
 def is_mixture(name: str) -> bool:
@@ -281,10 +302,12 @@ def tiny(published: Published, ranks: int = 1) -> Published:
         num_key_value_heads=1,
     )
     if published.tower:  # a hybrid: one layer of each kind
-        heads = dict(linear_num_key_heads=max(1, ranks // 2), linear_num_value_heads=max(2, ranks))
+        heads = dict(linear_num_key_heads=ranks, linear_num_value_heads=2 * ranks)
         fields |= dict(full_attention_interval=2, **heads)
     if "num_experts" in fields:
         fields |= dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128 * ranks)
+    if "shared_expert_intermediate_size" in fields:
+        fields |= dict(shared_expert_intermediate_size=128 * ranks)
     return Published(**{**vars(published), "fields": fields, "words": TINY_WORDS, "tokens": TINY_WORDS + extra})
 
 

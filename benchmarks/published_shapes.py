@@ -36,12 +36,23 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+VISION_CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 R1 = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<｜User｜>' if message.role == 'user' else '<｜Assistant｜>' }}{{ message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
 QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VISION_SPECIAL = (
+    *QWEN_SPECIAL,
+    *(f"<|{place}_{end}|>" for place in ("object_ref", "box", "quad", "vision") for end in ("start", "end")),
+    *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
+)
 R1_SPECIAL = ("<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>")
 LLAMA_SPECIAL = ("<|begin_of_text|>", "<|end_of_text|>")
 
@@ -55,6 +66,7 @@ class Published:
         words, tokens: entries of the tokenizer without and with special ones; ``special`` come right after the words.
         bos, eos, pad: of ``special``. chat: template, None where the published tokenizer has none.
         tower: what ``config.json`` says of the vision tower, and ``fields`` are then the text's; None without one.
+        processor: whether the processor of images is written, without which verl takes no model of the family.
     """
 
     config: str
@@ -67,6 +79,7 @@ class Published:
     pad: str
     chat: str | None
     tower: dict[str, Any] | None = None
+    processor: bool = False
 
 
 def _qwen3(**fields: Any) -> Published:
@@ -104,7 +117,23 @@ def _qwen3_5_moe(tower: dict[str, Any], **fields: Any) -> Published:
     return Published(**{**vars(dense), "config": "Qwen3_5MoeConfig"})
 
 
+def _qwen3_vl(tower: dict[str, Any], **fields: Any) -> Published:
+    """A Qwen3 with mRoPE, in turns, under a tower; the placeholders have the ids of its configuration's defaults."""
+    rotary = dict(rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True)
+    text = _qwen3(max_position_embeddings=262144, rope_parameters=rotary, **fields)
+    of_text = {name: value for name, value in text.fields.items() if name != "rope_theta"}
+    tower |= dict(out_hidden_size=fields["hidden_size"], num_heads=16)
+    changes = dict(config="Qwen3VLConfig", fields=of_text, special=VISION_SPECIAL, chat=VISION_CHATML)
+    return Published(**vars(text) | changes | dict(tower=tower, processor=True))
+
+
 PUBLISHED: dict[str, Published] = {
+    "qwen3_vl_8b": _qwen3_vl(
+        dict(depth=27, hidden_size=1152, intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24]),
+        hidden_size=4096,
+        intermediate_size=12288,
+        tie_word_embeddings=False,
+    ),
     "qwen3_5_4b": _qwen3_5(
         dict(depth=24, hidden_size=1024, intermediate_size=4096),
         hidden_size=2560,
@@ -256,6 +285,7 @@ _TYPES = {
     "Qwen3MoeConfig": "qwen3_moe",
     "Qwen3_5Config": "qwen3_5",
     "Qwen3_5MoeConfig": "qwen3_5_moe",
+    "Qwen3VLConfig": "qwen3_vl",
     "LlamaConfig": "llama",
 }
 
@@ -301,7 +331,7 @@ def tiny(published: Published, ranks: int = 1) -> Published:
         num_attention_heads=max(2, ranks),
         num_key_value_heads=1,
     )
-    if published.tower:  # a hybrid: one layer of each kind
+    if "linear_num_key_heads" in fields:  # a hybrid: one layer of each kind
         heads = dict(linear_num_key_heads=ranks, linear_num_value_heads=2 * ranks)
         fields |= dict(full_attention_interval=2, **heads)
     if "num_experts" in fields:
@@ -355,6 +385,11 @@ def write_model(
     if published.tower:
         automatic, tied = transformers.AutoModelForImageTextToText, fields["tie_word_embeddings"]
         fields = dict(text_config=fields, vision_config=published.tower, tie_word_embeddings=tied)
+    if published.processor:
+        names = ("vision_start", "vision_end", "image", "video")
+        tokens = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+        ids = tokenizer.convert_tokens_to_ids(list(tokens))
+        fields |= {f"{name}_token_id": token for name, token in zip(names, ids, strict=True)}
     config = getattr(transformers, published.config)(**fields)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(seed)
@@ -364,6 +399,13 @@ def write_model(
         # Words only: a special token may be part of a prompt.
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(ends - 1, published.words, ends)]
     model.save_pretrained(folder)
+    if published.processor:
+        transformers.Qwen3VLProcessor(
+            image_processor=transformers.Qwen2VLImageProcessor(patch_size=published.tower.get("patch_size", 16)),
+            tokenizer=tokenizer,
+            video_processor=transformers.Qwen3VLVideoProcessor(),
+            chat_template=published.chat,
+        ).save_pretrained(folder)
     tokenizer.save_pretrained(folder)  # last: who finds it finds the weights
 
 

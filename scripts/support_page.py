@@ -23,7 +23,7 @@ from jetrl_verl.config.support.scopes import AUTO, EXACT, SHARED  # noqa: E402
 from jetrl_verl.config.support.table import TABLE  # noqa: E402
 from jetrl_verl.config.support.training import TRAINING_ROWS  # noqa: E402
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS  # noqa: E402
-from jetrl_verl.models import model_types  # noqa: E402
+from jetrl_verl.models import family, model_types  # noqa: E402
 
 PAGE = ROOT / "docs" / "support.md"
 
@@ -34,6 +34,7 @@ SUMMARY = """\
 - **Rollout**: vLLM, tensor and data parallel, BF16 activations; on the trainer's GPUs with verl's naive weight sync, or
   on GPUs of its own (`separate_async`) with `rollout.checkpoint_engine.backend=jetrl`.
 - **Models**: text decoders of type {types}.
+- **Images**: models of type {towers}, under every precision but `jet_fp8_exact`; no videos.
 - **Machines**: NVIDIA GPUs of compute capability 8.9 or newer. Only Hopper (H100, H200) has been run on.
 - **Releases**: verl {verl}, vLLM {vllm}, torch {torch}, transformers {transformers}.
 - **Equality in every bit** (`precision=jet_fp8_exact`): Hopper, heads of 64, 128 or 256, SiLU, no sliding windows;
@@ -117,10 +118,16 @@ SECTIONS = (
 )
 
 
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def document() -> str:
     """docs/support.md."""
-    types = ", ".join(f"`{name}`" for name in sorted(model_types()))
-    parts = [SUMMARY.format(types=types, **PINS)]
+    types = sorted(model_types())
+    families = {name: family({"model_type": name}) for name in types}
+    towers = [name for name in types if families[name].tower and families[name].experts is None]
+    parts = [SUMMARY.format(types=_listed(types), towers=_listed(towers), **PINS)]
     for title, text, rows in SECTIONS:
         parts += [f"## {title}", *filter(None, [text]), table(rows)]
     parts += ["## Supported, at a price", "\n".join(f"- {note}" for note in NOTES)]

@@ -62,7 +62,13 @@ HYBRID = {
         "linear_value_head_dim": 128,
         "linear_conv_kernel_dim": 4,
         "hidden_act": "silu",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "partial_rotary_factor": 1.0,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        },
     },
 }
 MODELS = {

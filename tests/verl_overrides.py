@@ -32,8 +32,10 @@ _TABLE, _SCRIPTS = (
     yaml.load((Path(__file__).parent / name).read_text(), yaml.BaseLoader)
     for name in ("verl_values.yaml", "verl_scripts.yaml")
 )
-SCRIPTS = tuple(name for name in _SCRIPTS if name != "both")
+SCRIPTS = tuple(name for name in _SCRIPTS if name.startswith("run_qwen3_5"))
 """verl's scripts for Qwen3.5 under FSDP."""
+VISION_SCRIPTS = tuple(name for name in _SCRIPTS if "_vl_" in name)
+"""The same for Qwen3-VL and Qwen2.5-VL."""
 _ENGINE_SHARE = 0.1
 
 
@@ -68,7 +70,9 @@ def draws(count: int = 300, seed: int = 0) -> list[Draw]:
 
 def script_words(script: str) -> list[str]:
     """What one of ``SCRIPTS`` passes, without data, model and names."""
-    settings = dict(_values("both", _SCRIPTS)) | dict(_values(script, _SCRIPTS))
+    settings = dict(_values("vl" if script in VISION_SCRIPTS else "qwen3_5", _SCRIPTS)) | dict(
+        _values(script, _SCRIPTS)
+    )
     return [f"{key}={value}" for key, value in settings.items()]
 
 

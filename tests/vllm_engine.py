@@ -53,16 +53,16 @@ def cpu_settings() -> Iterator[None]:
         yield
 
 
-def start(folder: str | Path, options: JetConfig | None, **changes: Any) -> tuple[Any, Any]:
+def start(folder: str | Path, options: JetConfig | None, images: bool = False, **changes: Any) -> tuple[Any, Any]:
     """(vLLM, its worker) on the model in ``folder``, small and eager.
 
     Args:
-        options: of the run, which set the plugin's arguments; stock vLLM if None.
+        options: of the run, which set the plugin's arguments; stock vLLM if None. images: whether it accepts images.
         changes: arguments of ``LLM`` that are added or replaced.
     """
     from vllm import LLM
 
-    arguments = vllm_arguments(Job(options), None) if options is not None else {}
+    arguments = vllm_arguments(Job(options, images=images), None) if options is not None else {}
     defaults = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
     llm = LLM(str(folder), **(defaults | CACHE | arguments | changes))
     if llm.llm_engine.vllm_config.parallel_config.tensor_parallel_size > 1:

@@ -180,6 +180,9 @@ class Tripwire:
             trained = None if data is None else data["old_log_probs"]
         if data is None:
             return metrics
+        if self.job.images:
+            data, counts = _text_of(data, trained, _placeholders(trainer.processor))
+            metrics |= counts
         compared, difference = compare(data["rollout_log_probs"], trained, data)
         if difference is not None:
             if self.job.exact:
@@ -196,7 +199,7 @@ class Tripwire:
                     flush=True,
                 )
         return metrics | {
-            f"{_COUNTED}_checked_sequences": len(trained.offsets()) - 1,
+            f"{_COUNTED}_checked_sequences": len(trained.offsets()) - 1 - metrics.get(f"{_COUNTED}_image_sequences", 0),
             f"{_COUNTED}_checked_tokens": compared,
             f"{_COUNTED}_differing_tokens": 0 if difference is None else difference.differing,
         }
@@ -231,6 +234,33 @@ class Tripwire:
             f"different policies and the run stops; find the operation with `{shlex.join(command)}`, or go on with "
             f"precision=jet_fp8 from {resume}the saved weights (actor_rollout_ref.model.path={policy}{unsaved})."
         ) from None
+
+
+def _placeholders(processor: Any) -> list[int]:
+    """The tokens that stand for an image or a video, which no response samples."""
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+    return get_vision_placeholder_token_ids(processor)
+
+
+def _text_of(data: Any, trained: torch.Tensor, placeholders: list[int]) -> tuple[dict[str, Any], dict[str, float]]:
+    """The data with the mask of sequences without an image, and how the others differ, which have their own tower on
+    each side."""
+    mask, tokens = data["response_mask"], torch.tensor(placeholders)
+    sequences = zip(*(data[name].unbind() for name in ("prompts", "responses")), strict=True)
+    has_image = torch.tensor([bool(torch.isin(torch.cat(both), tokens).any()) for both in sequences])
+    of_tokens = has_image.repeat_interleave(mask.offsets().diff())
+    fields = {name: data[name] for name in ("prompts", "responses", "rollout_log_probs")}
+
+    def masked(kept: torch.Tensor) -> dict[str, Any]:
+        return fields | {"response_mask": torch.nested.nested_tensor_from_jagged(mask.values() * kept, mask.offsets())}
+
+    compared, difference = compare(data["rollout_log_probs"], trained, masked(of_tokens))
+    return masked(~of_tokens), {
+        f"{_COUNTED}_image_sequences": int(has_image.sum()),
+        f"{_COUNTED}_image_tokens": compared,
+        f"{_COUNTED}_differing_image_tokens": 0 if difference is None else difference.differing,
+    }
 
 
 def _computed(trainer: Any, batch: Any, only_current: bool) -> Any | None:
@@ -268,7 +298,8 @@ def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str,
 
     # Fetched, since results stored by key would be fields that other sequences lack.
     data = transfer_queue.kv_batch_get(keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id)
-    data = data.select(*(name for name, value in data.items() if isinstance(value, torch.Tensor)))
+    kept = [name for name, value in data.items() if isinstance(value, torch.Tensor) or name == "multi_modal_inputs"]
+    data = data.select(*kept)
     fields = {name: data[name] for name in ("rollout_log_probs", "response_mask", "responses")}
     tensordict_utils.assign_non_tensor(
         data,

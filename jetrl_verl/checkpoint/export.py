@@ -362,7 +362,7 @@ class _Digest:
 
     Attributes:
         tied: names of the head and the embedding if they are one tensor, else empty.
-        of_the_tower: modules of a vision tower with a matrix; a rollout has no tower, so none is in the sum.
+        of_the_tower: modules of a vision tower with a matrix; a rollout of text has no tower, so none is in the sum.
     """
 
     def __init__(self, decoder: Family, tied: bool) -> None:

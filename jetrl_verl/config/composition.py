@@ -18,6 +18,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
 from .attention import chosen_attentions, flash_attention_runs, no_flash_attention
+from .data import find_media
 from .installed import installed_version, on_cpu
 from .job import Job
 from .model import overrides_of_both, overrides_of_trainer, read_model
@@ -72,14 +73,20 @@ def resolve(config: DictConfig) -> Job | None:
         _say(f"jetrl_verl: note: {no_flash_attention()}, so the plugin sets {settings}.")
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
+    images = _images(get)
+    if images and options.precision == "jet_fp8_exact":
+        raise UnsupportedConfiguration(TABLE["exact_images"].message(get, what=images))
     why_stock = _why_stock(options, get)
     inexact = () if options.train == UNQUANTIZED else (*why_stock, *inexact_because(get))
+    if images and options.train != UNQUANTIZED:
+        inexact += (TABLE["exact_images"].loss(what=images),)
     if options.operations == "auto":
         options = replace(options, operations="stock" if why_stock else "shared")
         _refuse_contradictions(options)
     versions = {package: installed_version(package) for package in PINS}
     ranks, bucket = get(TENSOR_PARALLEL) or 1, get(BUCKET) or Job.bucket_megabytes
-    job = Job(options, inexact, ranks, versions, flash_attention_runs(get), bucket, overrides_of_both(get))
+    overrides = overrides_of_both(get)
+    job = Job(options, inexact, ranks, versions, flash_attention_runs(get), bucket, overrides, bool(images))
     for line in _start_lines(job, get):
         _say(f"jetrl_verl: {line}")
     OmegaConf.update(config, "jetrl", job.as_dict(), merge=False, force_add=True)
@@ -88,6 +95,20 @@ def resolve(config: DictConfig) -> Job | None:
         OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
     _raise_batched_tokens(config, get)
     return job
+
+
+def _images(get: Get) -> str:
+    """Where samples may have images, in words; empty if they have none. vLLM's ``language_model_only`` says it of data
+    that the driver cannot read."""
+    key = f"{VLLM}.language_model_only"
+    try:
+        only_text, seen = get(key), find_media(get, images=True)
+    except UnsupportedConfiguration:  # a file that the job's start refuses
+        only_text, seen = get(key), ""
+    if only_text and seen:
+        words = {"key": key, "value": "true", "why": f"{seen} has some"}
+        raise UnsupportedConfiguration(TABLE["vision_tower"].message(get, **words))
+    return seen if only_text is None else "" if only_text else f"{key}=false"
 
 
 def _raise_batched_tokens(config: DictConfig, get: Get) -> None:

@@ -41,6 +41,7 @@ class Job:
         flash_attention: whether a model of the trainer runs flash-attn.
         bucket_megabytes: of the weight sync's transport, in MiB.
         overrides: fields of the model's configuration that the job overrides in both, trainer and rollout.
+        images: whether samples may have images, so that the vision tower runs, is trained and sent.
     """
 
     options: JetConfig
@@ -50,6 +51,7 @@ class Job:
     flash_attention: bool = False
     bucket_megabytes: int = 2048
     overrides: Mapping[str, Any] = field(default_factory=dict)
+    images: bool = False
 
     @classmethod
     def of(cls, node: "Mapping[str, Any] | Job | None") -> "Job":

@@ -219,7 +219,9 @@ def check_models(job: "Job", get: Get) -> None:
             raise UnsupportedConfiguration(message)
         if on_cpu():
             check_bucket(job, model)
-        check_wrap_policy(model, get)
+        check_images(job, model)
+        if not job.images:
+            check_wrap_policy(model, get)
         for key in REPLICAS:
             check_replicas(model, key, get(key) or 1)
         for key in ULYSSES:
@@ -325,6 +327,20 @@ def check_wrap_policy(model: ModelFiles, get: Get) -> None:
         if value := get(key := f"{node}.wrap_policy.{name}"):
             scope = f"{ACTOR}.strategy=fsdp and the model {model.path}"
             refuse("wrap_policy_of_a_tower", key=key, value=shown(value), scope=scope)
+
+
+def check_images(job: "Job", model: ModelFiles) -> None:
+    """Refuse images in a model that does not run them, and text in one that runs it with shared operations alone."""
+    from jetrl_verl.models import family
+
+    decoder = family(model.config)
+    if job.images and not decoder.tower:
+        refuse("images_of_text_models", scope=f"the model {model.path}", why="it has no vision tower")
+    if job.images and decoder.experts is not None:
+        what = f"samples with images in the mixture of experts {model.path}"
+        refuse("images_of_mixtures", precision=job.options.precision, what=what)
+    if not (job.images or job.shared or decoder.stock_text):
+        refuse("text_of_stock_operations", what=f"text alone with the model {model.path}")
 
 
 def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:

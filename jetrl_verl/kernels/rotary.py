@@ -23,7 +23,7 @@ from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.sizes import next_power_of_2
 from jetrl_verl.kernels.views import as_type, unit_stride
 
-__all__ = ["ROPE_TYPES", "rotary", "rotary_table"]
+__all__ = ["ROPE_TYPES", "rotary", "rotary_table", "table_of_tokens"]
 
 ROPE_TYPES = ("default", "llama3")
 """The supported ``rope_type`` of ``rope_parameters``."""
@@ -69,6 +69,22 @@ def rotary_table(rotary_dim: int, positions: int, parameters: Mapping[str, Any])
             angles = torch.arange(start, start + _BLOCK, dtype=torch.float64)[:, None] * frequencies
             blocks.append(torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(torch.bfloat16))
         return torch.cat(blocks)[:positions].contiguous()
+
+
+def table_of_tokens(
+    table: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table with one row a token for mRoPE, and the tokens' rows in it; text has the angles of its positions.
+
+    Args:
+        table: ``[P, R]`` of :func:`rotary_table`. positions: ``[3, N]``, below P.
+        rows: ``[R]``, which of the three positions a column's angle is of.
+
+    Returns:
+        (``[N, R]``, 0 to N - 1).
+    """
+    tokens = torch.arange(positions.shape[1], device=positions.device)
+    return table.gather(0, positions.index_select(0, rows).T.to(torch.int64)), tokens
 
 
 @implements("rotary", "reference")

@@ -16,17 +16,17 @@ WORKER_EXTENSION = "jetrl_verl.rollout.worker.JetWorkerExtension"
 WORKER = "jetrl_verl.rollout.worker.JetWorker"
 """vLLM worker that runs the shared operations, or keeps an FP8 KV cache; a subclass of the platform's own."""
 
-HYBRID = {"language_model_only": True, "mamba_ssm_cache_dtype": "float32"}
-"""vLLM's arguments for a model with delta nets, which change no other: no vision tower, as the trainer sends none, and
-FP32 states."""
+HYBRID = {"mamba_ssm_cache_dtype": "float32"}
+"""vLLM's arguments for a model with delta nets, which change no other: FP32 states."""
 
 
 def vllm_arguments(job: Job, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with our arguments filled in; the table of support refuses others for them.
 
     Always ``quantization``, ``hf_overrides`` (with what the job overrides in the trainer's model),
-    ``worker_extension_cls`` and ``HYBRID``; ``worker_cls`` if operations are shared or the KV cache is FP8;
-    ``compilation_config`` if the trainer repeats the ranks' sums. Idempotent.
+    ``worker_extension_cls``, ``HYBRID``, and ``language_model_only``, as the trainer sends a vision tower for images
+    alone; ``worker_cls`` if operations are shared or the KV cache is FP8; ``compilation_config`` if the trainer repeats
+    the ranks' sums. Idempotent.
     """
     arguments = dict(user or {})
     method = VLLM_METHODS[job.options.rollout]
@@ -36,7 +36,7 @@ def vllm_arguments(job: Job, user: Mapping[str, Any] | None) -> dict[str, Any]:
     own = _mapping(arguments.get("hf_overrides"))
     arguments["hf_overrides"] = {**job.overrides, **own, "quantization_config": quantization}
     arguments["worker_extension_cls"] = WORKER_EXTENSION
-    arguments |= HYBRID
+    arguments |= HYBRID | {"language_model_only": not job.images}
     compilation = _mapping(arguments.get("compilation_config"))
     if job.options.reduction == "ordered" and compilation is not None:  # verl refuses what is no mapping
         # vLLM turns some of these fusions on where it finds FlashInfer.

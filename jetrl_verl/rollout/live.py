@@ -52,7 +52,8 @@ def _runs_of(layer: torch.nn.Module) -> list[_Run]:
 def _divided(
     model: torch.nn.Module, layer: torch.nn.Module, location: Place | None, decoder: Family
 ) -> dict[str, list[_Run]]:
-    """Modules of the trainer -> their runs, in the order of the rows of ``layer``; empty if each rank has all rows."""
+    """Modules of the trainer -> their runs, in the order of the rows of ``layer``; empty if each rank has all rows.
+    Names are relative to the decoder layer."""
     delta, module = decoder.delta_net, location.module if location is not None else ""
     if isinstance(layer, vllm.QKVParallelLinear | vllm.MergedColumnParallelLinear):
         runs = iter(_runs_of(layer))
@@ -65,6 +66,19 @@ def _divided(
         return {delta.conv: _runs_of(projection)[:3]}
     if delta is not None and module == delta.block:
         return {delta.block: [_run(layer.num_v_heads, layer.tp_size, layer.tp_rank)]}
+    return {}
+
+
+def _divided_in_a_tower(model: torch.nn.Module, layer: torch.nn.Module, name: str) -> dict[str, list[_Run]]:
+    """As :func:`_divided`, of a vision tower's layer with this name in the trainer; the names are whole."""
+    if isinstance(layer, vllm.QKVParallelLinear):  # one tensor of the trainer, too
+        return {name: _runs_of(layer)}
+    if isinstance(layer, vllm.MergedColumnParallelLinear):
+        parent, _, merged = name.rpartition(".")
+        pieces = zip(model.packed_modules_mapping[merged], _runs_of(layer), strict=True)
+        return {f"{parent}.{piece}": [run] for piece, run in pieces}
+    if isinstance(layer, vllm.ColumnParallelLinear):
+        return {name: [_run(layer.output_size, layer.tp_size, layer.tp_rank)]}
     return {}
 
 
@@ -130,7 +144,11 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
         if isinstance(layer, vllm.RoutedExperts):
             live |= _experts(f"{location.layer}.{decoder.experts.module}", layer, decoder.experts, own)
             continue
-        divided = _divided(model, layer, location, decoder)
+        if decoder.tower and name.startswith(f"{decoder.tower}."):
+            divided = _divided_in_a_tower(model, layer, name)
+        else:
+            runs_of = _divided(model, layer, location, decoder)
+            divided = {f"{location.layer}.{module}": runs for module, runs in runs_of.items()}
         for leaf, data in own.items():
             if leaf.endswith(SCALE_SUFFIX):
                 continue
@@ -152,7 +170,7 @@ def live_tensors(model: torch.nn.Module) -> dict[str, LiveTensor]:
                 continue
             start = 0
             for module, runs in divided.items():
-                part = live[f"{location.layer}.{module}.{leaf}"] = parameter.part(runs, start)
+                part = live[f"{module}.{leaf}"] = parameter.part(runs, start)
                 start += len(part.data)
             if not divided:
                 live[f"{name}.{leaf}"] = parameter.part([_run(len(data), 1, 0)])
@@ -318,6 +336,8 @@ def _sources_and_targets(
         kind = "scales" if entry.kind == Kind.SCALES else "tensor"
         raise ValueError(f"the trainer sends {kind} of {name}, and the rollout has none of this name in {entry.format}")
     target, shape, block = part.data, part.whole, (1, 1)
+    if part.groups == 1 and whole.ndim > 2:  # a convolution's
+        whole = whole.flatten(1)
     if isinstance(part.value, QuantizedWeight):
         number_format = part.value.format
         shape, block = number_format.qdata_shape(*part.whole), (1, number_format.packing)

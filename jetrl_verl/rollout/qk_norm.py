@@ -30,11 +30,6 @@ VLLMS_ATTENTION, ATTENTION = "vllm::unified_attention_with_output", "jetrl::qk_n
 VLLMS_DELTA_NET, DELTA_NET = "vllm::qwen_gdn_attention_core", "jetrl::delta_net"
 
 
-def text_positions(positions: torch.Tensor) -> torch.Tensor:
-    """``[N]`` of these, or of mRoPE's ``[3, N]``: rows are equal for text, all that an engine accepts."""
-    return positions[0] if positions.ndim == 2 else positions
-
-
 def heads_of(qkv: torch.Tensor, layer: vllm.Attention) -> tuple[torch.Tensor, ...]:
     """Queries ``[N, Hq, D]``, keys and values ``[N, Hk, D]`` in a merged projection; a query's gate follows it."""
     width, kv_heads = layer.head_size, layer.num_kv_heads
@@ -115,7 +110,7 @@ class SharedHeads:
         else:
             out = qkv.new_empty(len(qkv), self.q_size)
             norms = q_norm.weight, k_norm.weight, q_norm.variance_epsilon
-            where = rotary.cos_sin_cache, text_positions(positions), q_norm.unit_offset
+            where = *rotary.angles(positions), q_norm.unit_offset
             qk_norm_attention(qkv, *norms, *where, out, core.layer_name)
         return output(self.before_output(out, qkv))[0]
 

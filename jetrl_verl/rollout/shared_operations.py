@@ -25,7 +25,7 @@ from jetrl_verl.rollout.attention import share_attention_layers
 from jetrl_verl.rollout.experts import JetExpertsMethod, SharedMixture, SharedQwen3Mixture
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.method import JetLinearMethod
-from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention, text_positions
+from jetrl_verl.rollout.qk_norm import SharedQwen3Attention, SharedQwen3MoeAttention
 
 _MODEL = "the model of this engine"
 """The model, in a message about a layer of it."""
@@ -102,9 +102,13 @@ class _SharedRotary:
         if not self.is_neox_style:
             refuse("operation_replaced_in_vllm", what="rotary of interleaved pairs")
 
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A table and the tokens' rows in it, from vLLM's ``positions``: ``[N]``, or ``[3, N]`` equal for text."""
+        return self.cos_sin_cache, positions[0] if positions.ndim == 2 else positions
+
     def _forward_shared(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
         heads = (x.unflatten(-1, (-1, self.head_size)) for x in (query, key))
-        rotated = kernels.rotary(*heads, self.cos_sin_cache, text_positions(positions))
+        rotated = kernels.rotary(*heads, *self.angles(positions))
         return tuple(x.flatten(1) for x in rotated)
 
 
@@ -117,7 +121,18 @@ class SharedLlama3RotaryEmbedding(_SharedRotary, vllm.Llama3RotaryEmbedding):
 
 
 class SharedMRotaryEmbedding(_SharedRotary, vllm.MRotaryEmbedding):
-    """Rotary of mRoPE with text alone, whose three rows of positions are equal: one frequency per pair of elements."""
+    """Rotary of mRoPE, whose three rows of positions are equal for text.
+
+    Attributes:
+        position_rows: ``VisionFamily.position_rows`` of an engine that accepts images; None for text alone.
+    """
+
+    position_rows: torch.Tensor | None
+
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.position_rows is None or positions.ndim == 1:
+            return super().angles(positions)
+        return kernels.table_of_tokens(self.cos_sin_cache, positions, self.position_rows)
 
     def check(self) -> None:
         super().check()
@@ -179,7 +194,7 @@ def _share(module: torch.nn.Module, classes: Mapping[type, type] = _SHARED) -> N
         module._forward_method = module._forward_shared
 
 
-def _own_rotary(stock: vllm.RotaryEmbeddingBase, config: Any) -> vllm.RotaryEmbeddingBase:
+def _own_rotary(stock: vllm.RotaryEmbeddingBase, config: Any, images: bool) -> vllm.RotaryEmbeddingBase:
     """A copy with the shared table; vLLM keeps ``stock`` for every engine of the process."""
     own = copy.copy(stock)
     # A shallow copy shares the dictionary.
@@ -191,8 +206,18 @@ def _own_rotary(stock: vllm.RotaryEmbeddingBase, config: Any) -> vllm.RotaryEmbe
     # Of as many positions as the trainer's; MRotaryEmbedding has four times as many.
     positions = read(config, "max_position_embeddings")
     table = kernels.rotary_table(own.rotary_dim, positions, read(config, "rope_parameters"))
-    own.register_buffer("cos_sin_cache", table.to(stock.cos_sin_cache.device), persistent=False)
+    device = stock.cos_sin_cache.device
+    own.register_buffer("cos_sin_cache", table.to(device), persistent=False)
+    if isinstance(own, SharedMRotaryEmbedding):
+        rows = torch.tensor(family(config).position_rows(config), device=device) if images else None
+        own.register_buffer("position_rows", rows, persistent=False)
     return own
+
+
+def _outside_of_a_tower(model: torch.nn.Module, decoder: Family) -> list[torch.nn.Module]:
+    """The modules of a model without those of a vision tower, which stays vLLM's."""
+    tower = decoder.rollout_name(f"{decoder.tower}.")
+    return [module for name, module in model.named_modules() if not f"{name}.".startswith(tower) or tower == "."]
 
 
 _EVERYWHERE = (vllm.RMSNorm, vllm.GemmaRMSNorm, vllm.RMSNormGated, vllm.SiluAndMul, vllm.LogitsProcessor)
@@ -205,29 +230,32 @@ def _check_norm(norm: torch.nn.Module, names: Family) -> None:
         refuse("operation_replaced_in_vllm", what=f"a norm of the class {type(norm).__name__}")
 
 
-def share_operations(model: torch.nn.Module, config: Any, kv_cache: KVCache | None = None) -> None:
+def share_operations(
+    model: torch.nn.Module, config: Any, kv_cache: KVCache | None = None, images: bool = False
+) -> None:
     """Make a loaded vLLM model run the shared operations, in place.
 
     Args:
         model: vLLM's model of one worker, not traced yet.
         config: its Hugging Face configuration.
         kv_cache: format of the KV cache; None for BF16.
+        images: whether the engine accepts images.
 
     Raises:
         UnsupportedConfiguration: a layer that the shared operations do not cover.
     """
+    decoder = family(config)
     rotaries: dict[torch.nn.Module, torch.nn.Module] = {}
-    for parent in list(model.modules()):
+    for parent in _outside_of_a_tower(model, decoder):
         for name, module in parent.named_children():
             if isinstance(module, vllm.RotaryEmbeddingBase):
                 if module not in rotaries:
-                    rotaries[module] = _own_rotary(module, config)
+                    rotaries[module] = _own_rotary(module, config, images)
                 setattr(parent, name, rotaries[module])
-    for module in model.modules():
+    for module in _outside_of_a_tower(model, decoder):
         if isinstance(module, _EVERYWHERE):
             _share(module)
     share_attention_layers(model, kv_cache)
-    decoder = family(config)
     _check_norm(decoder.module(model, decoder.final_norm), decoder)
     classes = _SHARED
     if decoder.delta_net is not None:

@@ -40,6 +40,12 @@ if not logger.handlers:
     logger.propagate = False
 
 
+REACHES = (
+    "vllm.config.model:ModelConfig.multimodal_config",
+    "vllm.config.multimodal:MultiModalConfig.language_model_only",
+)
+"""What this file uses of vLLM through values; scripts/reach.py watches it."""
+
 PlatformWorker = platform_worker()
 
 
@@ -62,7 +68,9 @@ class JetWorker(PlatformWorker):
         if ordered and not stock_all_reduce_matches(get_tp_group().world_size, on_gpu=not current_platform.is_cpu()):
             with torch.inference_mode():
                 find_one_stage(self.device)
-        share_operations(self.get_model(), self.vllm_config.model_config.hf_config, config.kv_cache)
+        model = self.vllm_config.model_config
+        images = model.multimodal_config is not None and not model.multimodal_config.language_model_only
+        share_operations(self.get_model(), model.hf_config, config.kv_cache, images)
         share_sampler(self.model_runner)
         split_at_attention(self.vllm_config.compilation_config)
 

@@ -44,7 +44,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
     table = (
         (ValidatedCheckpoints, True),  # around what other features load and save
         (Tripwire, actor and config.jetrl.exact),  # raises after every other feature has ended its part of a pass
-        (FrozenTower, actor),
+        (FrozenTower, actor and not config.jetrl.images),
         (InvariantScaling, actor),  # changes weights, so before any feature reads them
         (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
         (GatheredOnce, options.gathered == "batch"),

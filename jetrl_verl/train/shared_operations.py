@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput
+from verl.utils.transformers_compat import unpack_visual_output
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.support.table import refuse
@@ -33,6 +34,13 @@ from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.train import delta_net, sequence_parallel
 from jetrl_verl.train.packing import Packing
 
+REACHES = (
+    "verl.models.transformers.qwen2_vl:qwen2_vl_base_forward",
+    "verl.models.transformers.qwen3_5:qwen3_5_base_forward",
+    "verl.models.transformers.qwen3_vl:qwen3_vl_base_forward",
+)
+"""What verl puts under a model with images and this file calls; scripts/reach.py watches it."""
+
 ATTENTION = "jetrl_shared"
 """``_attn_implementation``; transformers builds no mask for a name that its mask interface does not know."""
 
@@ -47,10 +55,13 @@ def _text_positions(positions: torch.Tensor) -> torch.Tensor:
 
 
 def _find_sequences(
-    decoder: nn.Module, inputs: tuple, arguments: dict[str, Any], *, whole: bool
+    decoder: nn.Module, inputs: tuple, arguments: dict[str, Any], *, whole: bool, images: bool
 ) -> tuple[tuple, dict[str, Any]]:
-    """Forward pre-hook of the decoder: adds ``packing``, and ``position_ids`` if absent. ``whole``: see
-    :func:`_slices_itself`."""
+    """Forward pre-hook of the decoder: adds ``packing``, and ``position_ids`` if absent.
+
+    Args:
+        whole: see :func:`_slices_itself`. images: see :func:`share_operations`.
+    """
     if inputs:
         raise TypeError("shared operations: call the model with keyword arguments")
     if arguments.get("past_key_values") is not None or arguments.get("use_cache"):
@@ -60,8 +71,11 @@ def _find_sequences(
     positions = arguments.get("position_ids")
     if positions is None:
         positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-    positions = _text_positions(positions).expand(tokens.shape[:2])
-    of_all_ranks = positions if whole else sequence_parallel.whole(positions)
+    of_text = positions[0] if images and positions.dim() == 3 else _text_positions(positions)
+    of_text = of_text.expand(tokens.shape[:2])
+    if not images or positions.dim() == 2:
+        positions = of_text
+    of_all_ranks = of_text if whole else sequence_parallel.whole(of_text)
     packing = Packing.of(of_all_ranks, arguments.get("attention_mask"))
     return inputs, {
         **arguments,
@@ -125,11 +139,16 @@ def _mixture_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, fami
     return out.reshape(source.shape)
 
 
-def _rotary_forward(self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``position_embeddings`` of the layers: table ``[P, R]`` and positions ``[B * T]``; rows of mRoPE are equal."""
-    position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+def _rotary_forward(
+    self: nn.Module, x: torch.Tensor, position_ids: torch.Tensor, *, rows: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``position_embeddings`` of the layers: table ``[P, R]`` and positions ``[B * T]``, where mRoPE's rows are equal;
+    with ``rows`` (``VisionFamily.position_rows``) a table of the tokens."""
     # Not a buffer, since FSDP would cast it and its dtype is part of the contract.
     self.shared_table = self.shared_table.to(x.device)
+    if rows is not None and position_ids.dim() == 3:
+        return kernels.table_of_tokens(self.shared_table, position_ids.flatten(1), rows.to(x.device))
+    position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     return self.shared_table, position_ids.flatten()
 
 
@@ -189,7 +208,7 @@ class TokenNumbers:
     kept_bytes: int = KEPT_BYTES
 
 
-_IMAGES = {"pixel_values", "pixel_values_videos"}
+_PIXELS, _VIDEOS = "pixel_values", "pixel_values_videos"
 """Inputs of a vision tower."""
 
 
@@ -198,17 +217,34 @@ def _slices_itself(model: nn.Module) -> bool:
     return hasattr(model.config, "vision_config")
 
 
+def _nothing_of(tower: nn.Module, embeddings: torch.Tensor) -> torch.Tensor:
+    """0, from a pass of the tower over 16 empty patches: with FSDP every rank runs it if one has images, and every
+    parameter has a gradient."""
+    config = tower.config
+    patches = embeddings.new_zeros(16, config.in_channels * config.temporal_patch_size * config.patch_size**2)
+    main, others = unpack_visual_output(tower(patches, grid_thw=torch.tensor([[1, 4, 4]], device=embeddings.device)))
+    return sum(features.mean() for features in (main, *(others or ()))) * 0.0
+
+
 def _model_forward(
-    self: nn.Module, *args: Any, token_numbers: TokenNumbers | None = None, **inputs: Any
+    self: nn.Module, *args: Any, token_numbers: TokenNumbers | None = None, images: bool, **inputs: Any
 ) -> ModelOutput:
-    """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``; then a vision tower does not run."""
+    """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``; then a vision tower runs if samples
+    may have ``images``."""
     if token_numbers is None:
         return type(self).forward(self, *args, **inputs)
-    if inputs.keys() & _IMAGES:
+    if _VIDEOS in inputs or (_PIXELS in inputs and not images):
         refuse("images", what="a sample with an image or video", scope="shared operations")
-    if _slices_itself(self):
-        inputs["inputs_embeds"] = self.get_input_embeddings()(inputs.pop("input_ids"))
-    hidden_states = self.get_decoder()(*args, **inputs).last_hidden_state
+    if _PIXELS in inputs:
+        hidden_states = self.model(*args, **inputs).last_hidden_state
+    else:
+        if _slices_itself(self):
+            embeddings = self.get_input_embeddings()(inputs.pop("input_ids"))
+            tower = models.family(self.config).tower
+            inputs["inputs_embeds"] = (
+                embeddings + _nothing_of(self.get_submodule(tower), embeddings) if images else embeddings
+            )
+        hidden_states = self.get_decoder()(*args, **inputs).last_hidden_state
     return CausalLMOutputWithPast(logits=self.get_output_embeddings()(hidden_states, token_numbers))
 
 
@@ -230,12 +266,13 @@ def _refuse_attention(*_: Any, **__: Any) -> None:
     )
 
 
-def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> dict[str, int]:
+def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED, images: bool = False) -> dict[str, int]:
     """Put the shared operations in place.
 
     Args:
         model: a Hugging Face causal language model of a supported family, before FSDP wraps it.
         kv_cache: format of the rollout's cache, which attention reads keys and values through (``formats.CACHES``).
+        images: whether samples may have images, so that the vision tower, which stays stock, runs in every pass.
 
     Returns:
         Number of modules of each kind that now run a shared operation.
@@ -276,14 +313,14 @@ def share_operations(model: nn.Module, kv_cache: str = formats.UNQUANTIZED) -> d
     rotary = model.get_submodule(family.rotary_embedding)
     width, positions = family.rotary_dim(config), read(config, "max_position_embeddings")
     rotary.shared_table = kernels.rotary_table(width, positions, read(config, "rope_parameters"))
-    replace("rotary", rotary, _rotary_forward)
+    replace("rotary", rotary, _rotary_forward, rows=torch.tensor(family.position_rows(config)) if images else None)
     replace("logits", head, _logits_forward)
     head.used_vocabulary, head.banned_tokens = None, ()
-    model.forward = partial(_model_forward, model)
+    model.forward = partial(_model_forward, model, images=images)
     # Not with AttentionMaskInterface, which would build masks.
     AttentionInterface.register(ATTENTION, _refuse_attention)
     decoder = model.get_decoder()
     decoder.config._attn_implementation = ATTENTION  # a vision tower keeps its own
-    find_sequences = partial(_find_sequences, whole=_slices_itself(model))
+    find_sequences = partial(_find_sequences, whole=_slices_itself(model), images=images)
     decoder.register_forward_pre_hook(find_sequences, with_kwargs=True)
     return dict(counts)

@@ -26,7 +26,7 @@ REACHES = (
 
 class SharedOperations(Feature):
     def install(self, module: torch.nn.Module) -> None:
-        counts = share_operations(module, self.options.kv_cache)
+        counts = share_operations(module, self.options.kv_cache, self.config.jetrl.images)
         if self.engine.rank == 0:
             logger.info("jetrl: shared operations in the actor: %s", counts)
 

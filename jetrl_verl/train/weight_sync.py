@@ -30,7 +30,9 @@ class WeightSync(Feature):
         config = self.engine.model_config.hf_config
         self._tied, self._variant = bool(config.tie_word_embeddings), family(config).variant(config)
         self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
-        self._tower = f"{family(module.config).tower}."  # the rollout has none, as it gets text
+        tower = family(module.config).tower
+        # Of text alone the rollout has no tower.
+        self._unsent = (f"{tower}.",) if tower and not self.config.jetrl.images else ()
 
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
         """Stream of the weight sync (sync/wire.py)."""
@@ -40,7 +42,7 @@ class WeightSync(Feature):
         # As verl's own stream, without adapters, which are not supported.
         if fsdp_version(module) == 2:
             params = convert_weight_keys(module.state_dict(keep_vars=True), module)
-            params = {name: param for name, param in params.items() if not name.startswith(self._tower)}
+            params = {name: param for name, param in params.items() if not name.startswith(self._unsent)}
             gather = self._gather
             weights = gather.stream(params, device, self._statistics)
         else:
@@ -69,7 +71,7 @@ class WeightSync(Feature):
 
             def sent_as(name: str) -> str:
                 sent = next(iter(convert_weight_keys({name: None}, module.module)))
-                return "" if sent.startswith(self._tower) else sent
+                return "" if sent.startswith(self._unsent) else sent
 
             alike = partial(format_of, self.engine.jetrl_plans)
             self._flat = FlatGather(module, alike, self._tied, sent_as)

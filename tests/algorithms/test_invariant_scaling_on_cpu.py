@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import FAMILIES, HYBRIDS, tiny_model
+from tiny_models import ALL, HYBRIDS, tiny_model
 from transformers import AutoModelForCausalLM
 
 from jetrl_verl.algorithms.invariant_scaling import (
@@ -43,7 +43,7 @@ def logits(model, dtype: torch.dtype) -> torch.Tensor:
         return model.to(dtype)(tokens, use_cache=False).logits.float()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", ALL)
 def test_the_function_is_unchanged_in_fp32(family):
     model = with_trained_norms(family)
     before = logits(model, torch.float32)
@@ -57,7 +57,7 @@ def test_the_function_is_unchanged_in_fp32(family):
     assert (logits(model, torch.float32) - before).norm() < rounding * before.norm()
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", ALL)
 def test_unfolding_returns_the_master_weights(family):
     model = with_trained_norms(family)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -92,18 +92,27 @@ class Run:
     """verl's trainer with a stand-in queue and an actor that returns the rollout's values.
 
     Args:
-        source: ``jetrl.old_log_probs``. padding: rows without a sampled token.
+        source: ``jetrl.old_log_probs``. padding: rows without a sampled token. images: whether samples may have some.
     """
 
     ranks, micro_batch = 2, 2
 
-    def __init__(self, trainer_module, monkeypatch, folder, source="rollout", precision="jet_fp8_exact", padding=()):
+    def __init__(
+        self,
+        trainer_module,
+        monkeypatch,
+        folder,
+        source="rollout",
+        precision="jet_fp8_exact",
+        padding=(),
+        images=False,
+    ):
         from omegaconf import OmegaConf
         from transfer_queue import KVBatchMeta
 
         if precision:
             options = JetConfig(precision, "fp8", "fp8", operations="shared", old_log_probs=source, kv_cache="fp8")
-            install_in_trainer(Job(options))
+            install_in_trainer(Job(options, images=images))
         generator = torch.Generator().manual_seed(0)
         self.keys = [f"prompt{row // 2}_{row % 2}_0" for row in range(len(LENGTHS))]
         self.rollout = [-torch.rand(response, generator=generator) for _, response in LENGTHS]
@@ -272,6 +281,22 @@ def test_a_difference_in_the_last_bit_of_one_compared_token_stops_the_run(run, t
     assert torch.equal(torch.tensor(sequence.trainer), job.actor[row])
     assert (sequence.token, sequence.step, sequence.temperature) == (token, 9, 0.7)
     assert sequence.options == {"scale_rule": "fp32", "unfit_layers": "stop", "kv_cache": "fp8"}
+
+
+def test_sequences_with_an_image_are_counted_apart(run, capsys, monkeypatch):
+    job = run("compute", precision="jet_fp8", images=True)
+    image = int(job.ids[4][0])
+    monkeypatch.setattr(old_log_probs, "_placeholders", lambda processor: [image])
+    job.trainer.processor = None
+    job.flip(4, 0)
+    job.flip(4, 2)
+    metrics = job.step(1)
+    of_images = [metrics[f"training/old_log_probs_{name}"] for name in ("image_sequences", "image_tokens")]
+    assert of_images == [1, 4] and metrics["training/old_log_probs_differing_image_tokens"] == 2
+    assert (metrics[f"{CHECKED}_sequences"], metrics[f"{CHECKED}_tokens"], metrics[DIFFERING]) == (7, 26, 0)
+    assert "warning" not in capsys.readouterr().err
+    job.flip(1, 1)
+    assert job.step(2)[DIFFERING] == 1 and "warning" in capsys.readouterr().err
 
 
 def test_the_sentence_comes_if_the_policy_cannot_be_saved(run, monkeypatch):

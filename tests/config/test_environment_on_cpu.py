@@ -16,7 +16,8 @@ from safetensors.numpy import save_file
 
 from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, check_environment
 from jetrl_verl.config.composition import reader
-from jetrl_verl.config.environment import check_data, check_optimizer, check_versions
+from jetrl_verl.config.data import find_media
+from jetrl_verl.config.environment import check_optimizer, check_versions
 from jetrl_verl.config.model import check_bucket, check_model, check_replicas, copy_model, read_model
 from jetrl_verl.config.support.limits import PINS
 from jetrl_verl.config.support.scopes import REPLICAS
@@ -299,16 +300,18 @@ def test_without_a_network_a_hub_name_is_not_checked(monkeypatch, tmp_path):
     check("not/a/hub/name", OPTIONS, 1)
 
 
+def media_of(key: str, files: str | list[str] | None, images: bool = False) -> str:
+    """What the driver sees in files of one key."""
+    columns = {f"data.{kind}_key": f"{kind}s" for kind in ("image", "video")}
+    return find_media({key: files, "data.prompt_key": "prompt", **columns}.get, images=images)
+
+
 def test_a_missing_data_file_is_refused(parquet, tmp_path):
-    check_data("data.train_files", str(parquet), "jet_fp8")
-    check_data(
-        "data.train_files", [str(parquet), "hdfs://cluster/train.parquet", "memory://train-*.parquet"], "jet_fp8"
-    )
-    check_data("data.val_files", None, "jet_fp8")
+    media_of("data.train_files", str(parquet))
+    media_of("data.train_files", [str(parquet), "hdfs://cluster/train.parquet", "memory://train-*.parquet"])
+    media_of("data.val_files", None)
     missing = tmp_path / "none.parquet"
-    assert "(data.val_files) does not exist" in refusal(
-        check_data, "data.val_files", [str(parquet), str(missing)], "jet_fp8"
-    )
+    assert "(data.val_files) does not exist" in refusal(media_of, "data.val_files", [str(parquet), str(missing)])
 
 
 TEXT = {"prompt": [{"role": "user", "content": "1+1"}], "images": [], "videos": None}
@@ -330,9 +333,10 @@ def parts(*kinds: str) -> dict:
         ({"pictures": ["a.png"]}, ""),
         (parts("text", "text"), ""),
         (parts("text", "image"), "a part of type image in the column prompt"),
+        (parts("text", "audio"), "a part of type audio in the column prompt"),
     ],
 )
-def test_data_with_an_image_in_any_row_is_refused(tmp_path, monkeypatch, suffix, changes, seen):
+def test_images_and_others_are_seen_in_any_row(tmp_path, monkeypatch, suffix, changes, seen):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     file, rows = tmp_path / f"train.{suffix}", 3 * [TEXT | parts("text") if "prompt" in changes else TEXT]
     rows = [*rows, TEXT | changes, *rows]
@@ -340,14 +344,10 @@ def test_data_with_an_image_in_any_row_is_refused(tmp_path, monkeypatch, suffix,
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = "data.train_files", str(file), "jet_fp8", "prompt", {"images", "videos"}
-    if not seen:
-        check_data(*arguments)
-        return
-    assert refusal(check_data, *arguments) == (
-        f"{seen} of {file} (data.train_files) is not supported with precision=jet_fp8: both sides compute the "
-        "positions of text alone. Set data.train_files and data.val_files to text, or precision=bf16."
-    )
+    where = f"{seen} of {file} (data.train_files)" if seen else ""
+    of_images = where if "image" in seen else ""
+    assert media_of("data.train_files", str(file), images=True) == of_images
+    assert media_of("data.train_files", str(file)) == ("" if of_images else where)
 
 
 def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
@@ -357,20 +357,20 @@ def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
     deeper = tmp_path / "more" / "train.parquet"
     deeper.parent.mkdir()
     for pattern in (f"{tmp_path}/*.parquet", f"{tmp_path}/**/*.parquet", f"{tmp_path}/[a-t]rain.parquet"):
-        check_data("data.train_files", pattern, "jet_fp8")
+        media_of("data.train_files", pattern)
         assert len(datasets.load_dataset("parquet", data_files=pattern, cache_dir=str(tmp_path / "cache"))["train"])
     for none in (f"{tmp_path}/*.parque", f"{tmp_path}/mor*", f"{tmp_path}/none/**/*.parquet"):
         sentence = f"the pattern {none} (data.val_files) matches no data file. Check the path."
-        assert refusal(check_data, "data.val_files", [str(parquet), none], "jet_fp8") == sentence
+        assert refusal(media_of, "data.val_files", [str(parquet), none]) == sentence
     deeper.write_bytes(b"PAR1")
-    message = refusal(check_data, "data.train_files", f"{tmp_path}/**/*.parquet", "jet_fp8")
+    message = refusal(media_of, "data.train_files", f"{tmp_path}/**/*.parquet")
     assert f"{deeper} (data.train_files) is not a readable parquet file" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
 def test_a_damaged_parquet_file_is_refused(parquet, content):
     parquet.write_bytes(content)
-    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet), "jet_fp8")
+    assert "is not a readable parquet file" in refusal(media_of, "data.train_files", str(parquet))
 
 
 def test_check_environment_reads_the_composed_config(compose, model_folder, parquet, tmp_path):
@@ -406,7 +406,7 @@ def test_data_beyond_the_footer_is_read(parquet):
     content = bytearray(parquet.read_bytes())
     content[4:40] = bytes(36)
     parquet.write_bytes(content)
-    assert "is not a readable parquet file" in refusal(check_data, "data.train_files", str(parquet), "jet_fp8")
+    assert "is not a readable parquet file" in refusal(media_of, "data.train_files", str(parquet))
 
 
 PATH, ONE_GPU = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"

@@ -6,6 +6,7 @@ import ast
 import json
 from dataclasses import replace
 
+import pyarrow.parquet
 import pytest
 import support_page
 import torch
@@ -34,6 +35,7 @@ from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sources import source_files
+from jetrl_verl.tools.memory.shapes import KNOWN
 
 (FP8,) = QUANTIZED_CACHES
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
@@ -90,6 +92,7 @@ BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
     *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower"),
+    *("exact_images", "vision_tower", "images_of_text_models", "images_of_mixtures", "text_of_stock_operations"),
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
@@ -194,6 +197,35 @@ def test_a_wrap_policy_that_leaves_a_frozen_tower_among_trained_weights_is_refus
     assert message.startswith(f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000 is not supported with {ACTOR}.str")
     check_job(job({}))
     check_job(job(HYBRID, **{"fsdp_config.use_orig_params": True}))
+
+
+def test_images_in_the_data_run_the_tower_and_turn_exactness_off(model, tmp_path, capsys):
+    file, only_text = tmp_path / "images.parquet", f"{VLLM}.language_model_only"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1+1"] * 2, "images": [[], [{"path": "a.png"}]]}), file)
+
+    def job(*words: str, of=HYBRID, **fields):
+        data = {f"data.{name}_files": str(file) for name in ("train", "val")}
+        return changed(words or STOCK, data | {f"{MODEL}.path": model(of)} | fields)
+
+    where = f"the column images of {file} (data.train_files)"
+    images = resolve(job())
+    assert images.images and not images.bit_equal and vllm_arguments(images, {})["language_model_only"] is False
+    assert f"exactness is OFF: {where} (each side has its own vision tower); sequences" in capsys.readouterr().err
+    message = refused(resolve, job("precision=jet_fp8_exact"))
+    assert message == (
+        f"{where} is not supported with precision=jet_fp8_exact: each side has its own vision tower. Set "
+        "data.train_files and data.val_files to text, or precision=jet_fp8."
+    )
+    assert where in refused(resolve, job(**{only_text: True}))
+    text = {"data.train_files": None, "data.val_files": None}
+    assert not resolve(job(**text)).images and not resolve(job(**text, **{only_text: True})).images
+    assert resolve(job(**text, **{only_text: False})).images
+    assert "it has no vision tower" in refused(check_job, job(of={}))
+    assert "no job of one has run with images" in refused(check_job, job(of=KNOWN["qwen3.5-35b-a3b"]))
+    of_sections = KNOWN["qwen2.5-vl-7b"]
+    check_job(job(of=of_sections))
+    assert "stops at a micro-batch" in refused(check_job, job(of=of_sections, **text))
+    check_job(job("precision=jet_fp8", "jetrl.operations=shared", of=of_sections, **text))
 
 
 @pytest.mark.parametrize("key", ULYSSES)

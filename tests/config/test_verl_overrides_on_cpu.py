@@ -11,7 +11,7 @@ import pytest
 import ray
 from hydra.errors import HydraException
 from safetensors.numpy import save_file
-from verl_overrides import SCRIPTS, SENTENCE, draws, driver_says, script_words, write_inputs
+from verl_overrides import SCRIPTS, SENTENCE, VISION_SCRIPTS, draws, driver_says, script_words, write_inputs
 
 import jetrl_verl.patches
 from jetrl_verl.config.options import PRECISIONS
@@ -88,11 +88,26 @@ def test_scripts_for_qwen3_5_pass_with_text(tmp_path, script, precision):
     assert driver_says([f"precision={precision}", *script_words(script), *words]) == ""
 
 
+IMAGE = {"images": [{"bytes": b"PNG"}]}
+VISION_MODELS = ("qwen3.5-2b", "qwen3.5-27b", "qwen3-vl-8b", "qwen2.5-vl-7b")
+
+
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize(("script", "name"), zip((*SCRIPTS, *VISION_SCRIPTS), VISION_MODELS, strict=True))
+def test_scripts_pass_with_images_where_the_run_need_not_be_exact(tmp_path, script, name):
+    model, data = published(tmp_path / "model", name), text(tmp_path, **IMAGE)
+    inputs = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
+    words = [*script_words(script), *inputs, "actor_rollout_ref.model.use_fused_kernels=False"]
+    assert driver_says(["precision=jet_fp8", *words]) == ""
+    message = driver_says(["precision=jet_fp8_exact", *words])
+    assert message.startswith(f"the column images of {data} (data.train_files) is not supported with precision=")
+    assert SENTENCE.fullmatch(message)
+
+
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
     ("words", "columns", "sentence"),
     [
-        ((), {"images": [{"bytes": b"PNG"}]}, "the column images of {data} (data.train_files) is not supported with"),
         ((), {"videos": [{"video": "a.mp4"}]}, "the column videos of {data} (data.train_files) is not supported with"),
         (
             ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path={teacher}"),
@@ -105,7 +120,7 @@ def test_scripts_for_qwen3_5_pass_with_text(tmp_path, script, precision):
             "actor_rollout_ref.actor.strategy=fsdp_turbo is not supported with",
         ),
     ],
-    ids=["images", "videos", "mixture as a teacher", "FSDP-Turbo"],
+    ids=["videos", "mixture as a teacher", "FSDP-Turbo"],
 )
 def test_what_qwen3_5_is_not_supported_with_is_refused_by_name(tmp_path, words, columns, sentence):
     model, teacher = (published(tmp_path / name, name) for name in ("qwen3.5-2b", "qwen3-30b-a3b"))

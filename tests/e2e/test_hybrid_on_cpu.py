@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrids of delta nets and attention in real CPU jobs, dense and mixtures: trainer and rollout agree in every bit.
+"""Text in models with a vision tower, dense or hybrid, in real CPU jobs: trainer and rollout agree in every bit.
 
 The policy is random and hardly ever right, so an entropy bonus gives the steps a gradient.
 """
@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from jobs import train
 from test_parallel_on_cpu import TWO_RANKS
-from tiny_models import HYBRIDS, save_policy
+from tiny_models import HYBRIDS, WITH_TOWER, save_policy
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
@@ -29,7 +29,7 @@ def write_data(train: Path, folder: Path) -> Path:
 
 
 def check(policy, folder: Path, family: str, *words: str, **changes: int) -> None:
-    """Three steps of a hybrid of :func:`tiny_models.tiny_config`."""
+    """Three steps of a model of :func:`tiny_models.tiny_config`."""
     save_policy(folder / "policy", family, max_position_embeddings=256, **changes)
     (folder / "policy" / "chat_template.jinja").write_text(TEMPLATE)
     run = train(
@@ -55,15 +55,18 @@ def check(policy, folder: Path, family: str, *words: str, **changes: int) -> Non
     assert len({sync[-1] for sync in run.syncs}) == len(run.syncs), "each sync moved the weights"
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", [*HYBRIDS, "qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
 def test_one_rank_agrees_in_every_bit_at_every_step(policy, family, tmp_path):
     check(policy, tmp_path, family, f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "jetrl.gathered=batch")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", WITH_TOWER)
 def test_two_ranks_of_each_side_agree_in_every_bit_at_every_step(policy, family, tmp_path):
     ranks = (*TWO_RANKS, f"{ACTOR}.ulysses_sequence_parallel_size=2")
     sizes = (f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16")
     widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 512)
-    check(policy, tmp_path, family, *ranks, *sizes, linear_num_key_heads=2, **widths)
+    heads = dict(linear_num_key_heads=2) if family in HYBRIDS else dict(num_attention_heads=4, num_key_value_heads=2)
+    if family == "qwen2_5_vl":  # heads of 128 without a head_dim of its own
+        heads |= dict(hidden_size=512)
+    check(policy, tmp_path, family, *ranks, *sizes, **heads, **widths)

@@ -6,11 +6,12 @@ bits with prefix caching, chunked prefill and preemption; some engines run vLLM'
 import random
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import vllm_engine
-from tiny_models import FAMILIES, HYBRIDS, tiny_model, with_preferences
+from tiny_models import ALL, HYBRIDS, WITH_TOWER, tiny_model, with_preferences
 from vllm_engine import sync
 
 from jetrl_verl import formats, kernels, models
@@ -36,7 +37,7 @@ CHANGES = {
 }
 """Heads of every supported width among them."""
 TEMPERATURES = (1.0, 0.6, 1.3)
-RULED = {"qwen3": 11, "qwen3_moe": 9} | dict.fromkeys(HYBRIDS, 15)
+RULED = {"qwen3": 11, "qwen3_vl": 11, "qwen3_moe": 9} | dict.fromkeys(HYBRIDS, 15)
 """Norms, activations and gates of a model if not seven: with QK norms, and without activations in a mixture."""
 ACTIVATIONS = {"qwen3_moe": [], "qwen3_5_moe": ["mlp.shared_expert.act_fn"]}
 """Activations of a layer's linears in a mixture."""
@@ -72,6 +73,13 @@ def crowded(family: str) -> dict:
 def build_policy(family: str, seed: int):
     """FP32 masters of a policy far from uniform."""
     return with_preferences(tiny_model(family, seed, **SHAPE, **CHANGES.get(family, {})))
+
+
+def save_untrained(family: str, folder: Path) -> None:
+    """What an engine starts from."""
+    build_policy(family, 0).to(torch.bfloat16).save_pretrained(folder)
+    if family in WITH_TOWER:  # vLLM 0.29 reads it for text as well
+        (folder / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
 
 
 def as_trainer(model: torch.nn.Module, kv_cache: str = "bf16", tp: int = 1) -> torch.nn.Module:
@@ -162,14 +170,14 @@ class Rollout:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
 
 
-@pytest.fixture(scope="module", params=FAMILIES | HYBRIDS)
+@pytest.fixture(scope="module", params=ALL)
 def rollout(request, tmp_path_factory, cpu_platform):
     with vllm_engine.cpu_settings(), pytest.MonkeyPatch.context() as patch:
         import vllm.envs
         from vllm.distributed import cleanup_dist_env_and_memory
 
         folder = tmp_path_factory.mktemp(request.param)
-        build_policy(request.param, 0).to(torch.bfloat16).save_pretrained(folder)
+        save_untrained(request.param, folder)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
         compiled = {}
         if request.param in COMPILED:
@@ -272,7 +280,7 @@ def test_prompt_log_probabilities_are_equal_too(rollout):
 def test_inputs_of_linears_alone_are_quantized_where_they_are_written(rollout):
     model = rollout.worker.model_runner.model
     rules = {name: module.reader_rule for name, module in model.named_modules() if hasattr(module, "reader_rule")}
-    root, activations = "language_model.model" if rollout.family in HYBRIDS else "model", ["mlp.act_fn"]
+    root, activations = "language_model.model" if rollout.family in WITH_TOWER else "model", ["mlp.act_fn"]
     activations = ACTIVATIONS.get(rollout.family, activations)
     read_by_linears = ("input_layernorm", "post_attention_layernorm", *activations)
     assert {name for name, rule in rules.items() if rule == RULE} == {

@@ -4,11 +4,12 @@
 test_exact_rollout_on_cpu.py; each family has its own process, since an engine leaves memory and graphs."""
 
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe")
+FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_vl")
 SEEDS = (11, 12, 13)
 
 
@@ -23,7 +24,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
 
     from jetrl_verl.config.options import JetConfig
 
-    checks.build_policy(family, 0).to(torch.bfloat16).save_pretrained(folder)
+    checks.save_untrained(family, Path(folder))
     flow = dict(train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
     options = JetConfig("jet_fp8_exact", **flow, kv_cache=kv_cache)
     llm, worker = vllm_engine.start(

@@ -3,15 +3,19 @@
 """A real vLLM over two, four and eight ranks, and mixtures over two: log-probabilities equal the trainer's in all
 bits, with prefix caching, chunked prefill and preemption as in test_exact_rollout_on_cpu.py."""
 
+from importlib.util import find_spec
+
 import pytest
 import test_exact_rollout_on_cpu as checks
 import torch
 import vllm_engine
 from streams import receiver_of
+from tiny_models import save_processor
 
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
+from jetrl_verl.tools.demo.policy import build_tokenizer
 
 SEED = 11
 SHAPES = {
@@ -19,11 +23,15 @@ SHAPES = {
     "qwen3": dict(num_attention_heads=8, num_key_value_heads=4, head_dim=128, intermediate_size=1024),
     "qwen3_5": dict(linear_num_key_heads=2, intermediate_size=1024),
     "qwen3_5_moe": dict(linear_num_key_heads=2, num_experts_per_tok=3, moe_intermediate_size=256),
+    "qwen3_vl": dict(num_attention_heads=4, num_key_value_heads=2, intermediate_size=1024, vocab_size=128),
+    "qwen2_5_vl": dict(num_key_value_heads=2, intermediate_size=1024, vocab_size=128),
     "qwen3_moe": dict(num_attention_heads=4, num_key_value_heads=2, num_experts_per_tok=3, moe_intermediate_size=512),
 }
 """Inputs of o and down divide into eight parts of whole blocks, a mixture's into two."""
-ORDERED = {"llama": 2, "qwen3": 2, "qwen3_5": 2, "qwen3_5_moe": 1, "qwen3_moe": 1}
+ORDERED = dict.fromkeys(SHAPES, 2) | dict.fromkeys(("qwen3_5_moe", "qwen3_moe"), 1)
 """Row-parallel linears of a layer; a mixture sums over ranks itself."""
+IMAGES = ("qwen3_vl", "qwen2_5_vl") if find_spec("torchvision") else ()
+"""Families whose engine accepts images, so that each rank has its share of the tower."""
 
 
 def policy(family: str):
@@ -43,7 +51,9 @@ def load(worker, family: str) -> int:
 
     source, model = policy(family), worker.model_runner.model
     weights = {
-        name: weight.to(torch.bfloat16) for name, weight in source.state_dict().items() if ".visual." not in name
+        name: weight.to(torch.bfloat16)
+        for name, weight in source.state_dict().items()
+        if ".visual." not in name or family in IMAGES
     }
     quantized, others = list(quantize_stream(weights.items(), plan_linears(source.config), checks.RULE)), []
     for name, tensor in as_tensors(quantized):
@@ -64,13 +74,19 @@ def load(worker, family: str) -> int:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("llama", 2), *(("qwen3", ranks) for ranks in (2, 4, 8)), ("qwen3_5", 2), ("qwen3_5_moe", 2), ("qwen3_moe", 2)],
+    [*(("qwen3", ranks) for ranks in (4, 8)), *((family, 2) for family in SHAPES)],
 )
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():
         policy(family).to(torch.bfloat16).save_pretrained(tmp_path)
         options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=checks.RULE, operations="shared")
         settings = dict(load_format="dummy", tensor_parallel_size=ranks) | checks.crowded(family)
+        if family in IMAGES:
+            tokenizer = build_tokenizer()
+            save_processor(tmp_path, family, tokenizer)
+            tokenizer.save_pretrained(tmp_path)
+            limits = {"image": 1, "video": 0}
+            settings |= dict(images=True, skip_tokenizer_init=False, limit_mm_per_prompt=limits)
         llm, _ = vllm_engine.start(tmp_path, options, **settings)
         try:
             layers = policy(family).config.get_text_config().num_hidden_layers

@@ -9,7 +9,7 @@ from unittest import mock
 
 import torch
 from streams import Arrived
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.options import JetConfig
@@ -29,6 +29,7 @@ def build(
     ulysses: int = 1,
     fsdp_size: int = -1,
     rollout_ranks: int = 1,
+    images: bool = False,
     checkpointing: bool | str = True,
     sharding: dict[str, Any] | None = None,
     **options,
@@ -42,7 +43,7 @@ def build(
         attention: ``override_config.attn_implementation``.
         ulysses: ranks that share the tokens of a micro-batch.
         fsdp_size: ranks that share the weights; -1: all, else there are replicas (HSDP).
-        rollout_ranks: tensor-parallel size of the rollout.
+        rollout_ranks: tensor-parallel size of the rollout. images: whether samples may have some.
         checkpointing: whether the backward recomputes each layer, verl's default, or ``jetrl.checkpointing``.
         sharding: further fields of verl's engine config.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
@@ -76,7 +77,7 @@ def build(
         engine_config=FSDPEngineConfig(**common)
         if stock
         else JetWorkerEngineConfig(
-            **common, jetrl=Job(JetConfig(**fields), rollout_ranks=rollout_ranks), jetrl_role=role
+            **common, jetrl=Job(JetConfig(**fields), rollout_ranks=rollout_ranks, images=images), jetrl_role=role
         ),
         optimizer_config=FSDPOptimizerConfig(**schedule),
         checkpoint_config=CheckpointConfig(),
@@ -92,11 +93,17 @@ def tokens(seed: int) -> torch.Tensor:
     return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(seed))
 
 
-def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: bool = True) -> TensorDict:
+def batch(
+    seed: int,
+    lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES,
+    packed: bool = True,
+    pixels: torch.Tensor | None = None,
+) -> TensorDict:
     """The ``seed``'s sequences in verl's jagged form, in two micro-batches.
 
     Args:
         lengths: of the sequences, at most ``TOKENS``. packed: whether micro-batches are packed, else padded.
+        pixels: of an image of four tokens in the first sequence, for :func:`tiny_models.tiny_config`.
     """
     from verl.utils import tensordict_utils as tu
 
@@ -110,6 +117,16 @@ def batch(seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: b
         {"input_ids": jagged(tokens(seed)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
         batch_size=SEQUENCES,
     )
+    if pixels is not None:
+        ids, rows = tokens(seed).clamp(max=59), torch.arange(TOKENS).expand(SEQUENCES, 4, -1).clone()
+        ids[0, 1:7] = torch.tensor([60, 62, 62, 62, 62, 61])
+        rows[0, 1:, 2:6] = torch.tensor([[2, 2, 2, 2], [2, 2, 3, 3], [2, 3, 2, 3]])
+        rows[0, 1:, 6:] -= 2
+        data["input_ids"] = jagged(ids)
+        offsets = data["input_ids"].offsets()
+        data["position_ids"] = torch.nested.nested_tensor_from_jagged(torch.cat(list(rows), 1), offsets, jagged_dim=2)
+        image = dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]]))
+        data["multi_modal_inputs"] = NonTensorStack(image, *({} for _ in range(SEQUENCES - 1)))
     settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=packed)
     tu.assign_non_tensor(data, temperature=1.0, **settings)
     return data

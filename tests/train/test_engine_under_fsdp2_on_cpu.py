@@ -104,6 +104,21 @@ def fsdp1_takes_the_same_steps(rank: int, folder: str) -> None:
     build(folder, "ref", strategy="fsdp", ref="fp8").infer_batch(batch(rank))
 
 
+def images_train_and_send_the_tower(rank: int, folder: str) -> None:
+    """Rank 0 has a sequence with an image in one of its micro-batches, rank 1 has text alone."""
+    pixels = torch.randn(16, 3 * 2 * 16 * 16, generator=torch.Generator().manual_seed(0))
+    for strategy, packed in (("fsdp2", True), ("fsdp", False)):
+        engine = build(folder, strategy=strategy, images=True, operations="shared")
+        first = sent(engine)
+        train(engine, rank, packed=packed, pixels=pixels if rank == 0 else None)
+        second = sent(engine)
+        tower = [name for name in first.sums if "visual" in name]
+        still = [name for name in tower if torch.equal(first.sums[name], second.sums[name])]
+        # A step is less than a BF16 place of a norm's or a bias's numbers.
+        assert tower and not [name for name in still if first[name].ndim > 1], strategy
+        assert all(same_on_both_ranks(second.sums[name]) for name in tower), strategy
+
+
 def replicas_send_the_same_weights(rank: int, folder: str) -> None:
     """Each rank has its own data. FSDP1 with one rank a replica is refused (config/support): torch then reduces no
     gradients, which the contract check detects on both ranks."""
@@ -276,6 +291,11 @@ def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_p
 def test_fsdp1_takes_the_same_steps(family, tmp_path, cpu_platform):
     tiny_model(family, tie_word_embeddings=family == "qwen3_5").save_pretrained(tmp_path)
     run_in_two_processes(fsdp1_takes_the_same_steps, str(tmp_path))
+
+
+def test_images_train_and_send_the_tower(tmp_path, cpu_platform):
+    tiny_model("qwen3_vl").save_pretrained(tmp_path)
+    run_in_two_processes(images_train_and_send_the_tower, str(tmp_path))
 
 
 def test_replicas_send_the_same_weights(folders, cpu_platform):

@@ -5,7 +5,7 @@ Equality with vLLM is tested in tests/rollout/test_exact_rollout_on_cpu.py."""
 
 import pytest
 import torch
-from tiny_models import FAMILIES, HYBRIDS, tiny_config, tiny_model
+from tiny_models import ALL, WITH_TOWER, tiny_config, tiny_model, with_image
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
@@ -17,7 +17,7 @@ from jetrl_verl.models import family as model_family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.train.packing import Packing
-from jetrl_verl.train.shared_operations import ATTENTION, share_operations
+from jetrl_verl.train.shared_operations import ATTENTION, TokenNumbers, share_operations
 
 LENGTHS = (7, 1, 40, 23)
 CHANGES = {"mistral": dict(sliding_window=None)}
@@ -34,11 +34,11 @@ def stock(family: str, seed: int = 0):
     return bf16(tiny_model(family, seed, **CHANGES.get(family, {})))
 
 
-def shared(family: str, seed: int = 0, fp8: bool = True):
+def shared(family: str, seed: int = 0, fp8: bool = True, images: bool = False):
     model = stock(family, seed)
     if fp8:
         replace_linears(model, plan_linears(model.config), scale_rule="fp32")
-    share_operations(model)
+    share_operations(model, images=images)
     return model
 
 
@@ -70,7 +70,7 @@ def logits_and_experts(model, inputs: dict[str, torch.Tensor]) -> tuple[torch.Te
     return logits, torch.cat(chosen, dim=1)[real.flatten()] if chosen else logits.new_zeros(len(logits), 0)
 
 
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL)
 def test_logits_are_close_to_the_stock_model(family):
     """With fewer roundings, error against stock FP32 is smaller than that of stock BF16. Tokens that rounding sends to
     other experts are left out: one of them would outweigh all others."""
@@ -86,7 +86,7 @@ def test_logits_are_close_to_the_stock_model(family):
     assert (logits - exact).norm() < (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_are_close_to_the_stock_model(family, checkpointing):
     rows = tokens()
@@ -140,7 +140,7 @@ def test_keys_and_values_of_a_checkpointed_layer_are_not_kept_in_fp8(first, monk
         assert calls == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
+@pytest.mark.parametrize("family", ALL)
 def test_a_sequence_has_one_result_in_every_batch(family):
     """Padded, packed, alone, with a gradient, checkpointed, under autocast: the same bits."""
     model, sequences = shared(family), tokens()
@@ -157,6 +157,50 @@ def test_a_sequence_has_one_result_in_every_batch(family):
     assert trained.requires_grad and torch.equal(trained.detach(), torch.cat(alone))
 
 
+@pytest.mark.parametrize("family", WITH_TOWER)
+def test_images_are_close_to_the_stock_model(family):
+    """Features of the tower, deepstack's and mRoPE's angles; the error is bounded as that of text above."""
+
+    def states(model) -> torch.Tensor:
+        inputs = with_image(model, tokens()[2].clamp(max=59).tolist())
+        with torch.no_grad():
+            return model.model(**inputs, use_cache=False).last_hidden_state.float()
+
+    exact, rounded = states(stock(family).float()), states(stock(family))
+    assert (
+        (states(shared(family, fp8=False, images=True)) - exact).norm()
+        < 1.1 * (rounded - exact).norm()
+        < 0.1 * exact.norm()
+    )
+
+
+@pytest.mark.parametrize("family", WITH_TOWER)
+def test_text_next_to_an_image_is_that_of_a_model_without_images(family):
+    """Padded, packed and alone: the rows of text have its bits, and a pass without an image has a gradient of 0 for the
+    tower."""
+    model, with_images, text = shared(family), shared(family, images=True), tokens()[2].clamp(max=59)
+    numbers = TokenNumbers(("logits",), None, lambda logits, _: [logits])
+
+    def logits(model, inputs):
+        return model(**inputs, token_numbers=numbers, use_cache=False).logits[0]
+
+    with torch.no_grad():
+        expected = logits(model, packed([text]))
+    alone = logits(with_images, packed([text]))
+    assert torch.equal(alone, expected)
+    alone.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for n, p in with_images.named_parameters() if "visual" in n)
+    image = with_image(with_images, text.tolist())
+    rows = torch.arange(len(text)).expand(4, 1, -1)
+    together = image | dict(
+        input_ids=torch.cat([text[None], image["input_ids"]], dim=1),
+        position_ids=torch.cat([rows, image["position_ids"]], dim=2),
+    )
+    with torch.no_grad():
+        assert torch.equal(logits(with_images, together)[: len(text)], expected)
+        assert torch.equal(logits(with_images, together)[len(text) :], logits(with_images, image))
+
+
 def test_positions_of_text_in_mrope_are_its_positions():
     """verl's rows of a processor's sample: text, time, height and width; an image's differ."""
     model, inputs = shared("qwen3"), packed(tokens())
@@ -167,7 +211,7 @@ def test_positions_of_text_in_mrope_are_its_positions():
         positions[2, 0, -1] += 1
         with pytest.raises(UnsupportedConfiguration, match="positions of an image or video is not supported with"):
             model(**inputs, position_ids=positions)
-        with pytest.raises(UnsupportedConfiguration, match="an image or video is not supported with .* Set data.train"):
+        with pytest.raises(UnsupportedConfiguration, match="an image or video is not supported with .* Set .actor"):
             model(**inputs, pixel_values=None, token_numbers=True)
 
 

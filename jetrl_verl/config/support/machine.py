@@ -9,7 +9,21 @@ the name of a row.
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Row, Scope
-from .scopes import ACTOR, ATTENTION, AUTO, BUCKET, FOLDED, FP8_CACHE, MODEL, SHARED, TENSOR_PARALLEL, VARLEN, where
+from .scopes import (
+    ACTOR,
+    ATTENTION,
+    AUTO,
+    BUCKET,
+    EXACT,
+    FOLDED,
+    FP8_CACHE,
+    MODEL,
+    SHARED,
+    TENSOR_PARALLEL,
+    VARLEN,
+    VLLM,
+    where,
+)
 
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
@@ -67,7 +81,8 @@ MODEL_ROWS: dict[str, Row] = {
         instead=f"Set {MODEL}.path to the BF16 checkpoint",
     ),
     "model_type": Row(
-        "a vision or audio model other than Qwen3.5, another mixture of experts, another architecture",
+        "a vision or audio model other than Qwen2.5-VL, Qwen3-VL and Qwen3.5, another mixture of experts, another "
+        "architecture",
         instead=f"Set {MODEL}.path to a model of a type in docs/support.md, or precision=bf16",
     ),
     "no_layer_fits": Row("a model none of whose layers fits"),
@@ -121,6 +136,40 @@ MODEL_ROWS: dict[str, Row] = {
         f"{MODEL}.use_fused_kernels=true",
         scope=Scope("a vocabulary larger than the tokenizer, as Qwen's is"),
         instead=f"Set {MODEL}.use_fused_kernels=false",
+    ),
+    # --- samples with images ---
+    "exact_images": Row(
+        "samples with images",
+        "each side has its own vision tower",
+        scope=EXACT,
+        fix="data.train_files and data.val_files to text",
+        loses="sequences with an image are counted apart, and their k3_kl will be above 0",
+    ),
+    "vision_tower": Row(
+        "a rollout without a vision tower",
+        scope=Scope("samples with images"),
+        instead=f"Set {VLLM}.language_model_only=false, or data.train_files and data.val_files to text",
+    ),
+    "images_of_text_models": Row(
+        "samples with images",
+        scope=Scope("a model without a vision tower"),
+        instead=f"Set {MODEL}.path to a model with one, or data.train_files and data.val_files to text",
+    ),
+    "images_of_mixtures": Row(
+        "samples with images in a mixture of experts",
+        "no job of one has run with images",
+        instead="Set data.train_files and data.val_files to text, or precision=bf16",
+    ),
+    "text_of_stock_operations": Row(
+        "text alone in Qwen2.5-VL",
+        "verl's forward of it stops at a micro-batch without an image",
+        scope=where("jetrl.operations", "stock"),
+        instead="Set jetrl.operations=shared, or data.train_files and data.val_files to samples with images",
+    ),
+    "videos": Row(
+        "samples with videos",
+        "no job with videos has run",
+        instead="Set data.train_files and data.val_files to other samples, or precision=bf16",
     ),
     # --- mixtures of experts ---
     "mixture_of_another_format": Row(

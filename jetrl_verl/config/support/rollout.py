@@ -7,7 +7,7 @@ from typing import Any
 
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
 
-from .row import FALSE, NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, other_than
+from .row import NOT_EMPTY, NOT_FALSE, SET, TRUE, Row, Scope, Values, above, other_than
 from .scopes import (
     ACTOR,
     CHECKPOINT_ENGINE,
@@ -122,11 +122,6 @@ ROLLOUT_ROWS: dict[str, Row] = {
             f"{VLLM}.mamba_ssm_cache_dtype": other_than("float32", "auto"),
             f"{VLLM}.mamba_cache_dtype": other_than("auto", "bfloat16"),
         },
-    ),
-    "vision_tower": Row(
-        "images and videos in the rollout",
-        "the trainer sends the weights of the text's decoder alone",
-        {f"{VLLM}.language_model_only": FALSE},
     ),
     "fusions_of_reductions": Row(
         "vLLM's fusions of the sums over ranks",

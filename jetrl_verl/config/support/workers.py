@@ -8,7 +8,7 @@ The driver asks the model on the meta device, and vLLM's registries where anothe
 """
 
 from .row import Row, Scope
-from .scopes import FP8_ROLLOUT, SHARED, VARLEN
+from .scopes import FP8_ROLLOUT, SHARED, VARLEN, VLLM
 
 WORKER_ROWS: dict[str, Row] = {
     # Another node's environment may have a plugin that the driver's lacks, and any module may assign a class anew.
@@ -22,10 +22,11 @@ WORKER_ROWS: dict[str, Row] = {
         "it is not the one whose layout and sums the trainer has",
         scope=FP8_ROLLOUT,
     ),
+    # The driver reads neither remote data nor the samples of a dataset class or a tool.
     "images": Row(
-        "samples with images, video or audio",
+        "samples with images that the driver has not seen in the data, with video or audio",
         "both sides compute the positions of text alone",
-        instead="Set data.train_files and data.val_files to text, or precision=bf16",
+        instead=f"Set +{VLLM}.language_model_only=false for images, or precision=bf16",
     ),
     # precision=bf16 has no check in the driver, and what a layer passes to its attention shows in a forward alone.
     "varlen_call": Row(

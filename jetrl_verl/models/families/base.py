@@ -244,7 +244,7 @@ class Family:
         layers, final_norm, embedding, head: the list of decoder layers and what is outside of it, names in the
             trainer's model. rotary_embedding: the same.
         rollout_prefixes: (beginning of a name in the trainer's model, in vLLM's) where they differ.
-        tower: of a model with vision, the trainer's module that text does not use; it stays BF16 and as it is.
+        tower: of a model with vision, the trainer's module that text does not use; stock and BF16 on both sides.
         attention: the layer's first half. mlp: the trainer's module with gate, up and down, which is the second half or
             a mixture's shared expert. input_norm, post_norm: the norms before the halves.
         q, k, v, o, gate, up, down: the trainer's projections. o and down have the same name in vLLM.
@@ -252,6 +252,7 @@ class Family:
         q_norm, k_norm: norms of the heads of queries and keys; empty if there are none.
         unit_offset: all of these norms multiply by 1 + weight.
         partial_rotary: transformers' class rotates the part of a head that the configuration says.
+        stock_text: verl's own forward runs text.
         qkv, gate_up: vLLM's merged projections. rotary, core: its rotary embedding, attention.
         activation: vLLM's SiLU * up, and the trainer's SiLU under the same name.
         dropouts: dropout rates in the configuration; only the trainer reads them.
@@ -285,6 +286,7 @@ class Family:
     gated: bool = False
     unit_offset: bool = False
     partial_rotary: bool = False
+    stock_text: bool = True
 
     qkv: str = "self_attn.qkv_proj"
     gate_up: str = "mlp.gate_up_proj"

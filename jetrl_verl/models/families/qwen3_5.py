@@ -6,17 +6,13 @@ use. Published as ``Qwen3_5ForConditionalGeneration``; verl and vLLM run no othe
 
 from typing import Any
 
-from jetrl_verl.models.families.base import DeltaNet, Family, UnsupportedLayer, read, read_whole
+from jetrl_verl.models.families.base import DeltaNet, UnsupportedLayer, read
+from jetrl_verl.models.families.vision import VisionFamily
 
 
-class Qwen35(Family):
+class Qwen35(VisionFamily):
     def check(self, config: Any) -> None:
-        if read_whole(config, "text_config") is None:
-            raise UnsupportedLayer(
-                "it is a text model alone (no text_config), whose layers verl does not tell where sequences begin and "
-                "which vLLM does not have",
-                "model_type",
-            )
+        super().check(config)
         for name, neutral in (
             ("attn_output_gate", (True,)),
             ("output_gate_type", ("silu", "swish")),
@@ -38,27 +34,10 @@ class Qwen35(Family):
         keys, values = self.delta_net.heads(config)
         if values % keys:
             raise UnsupportedLayer(f"{values} value heads are not divided over {keys} key heads", "delta_net_heads")
-        trainers, vllms = (of(config, "tie_word_embeddings", False) for of in (read_whole, read))
-        if trainers != vllms:
-            raise UnsupportedLayer(
-                f"tie_word_embeddings is {str(trainers).lower()} in its configuration, which the trainer reads, and "
-                f"{str(vllms).lower()} in its text_config, which vLLM reads",
-                "tied_in_one_part",
-            )
 
 
 FAMILY = Qwen35(
     "qwen3_5",
-    layers="model.language_model.layers",
-    final_norm="model.language_model.norm",
-    rotary_embedding="model.language_model.rotary_emb",
-    embedding="model.language_model.embed_tokens",
-    rollout_prefixes=(
-        ("model.language_model.", "language_model.model."),
-        ("model.visual.", "visual."),
-        ("lm_head", "language_model.lm_head"),
-    ),
-    tower="model.visual",
     q_norm="self_attn.q_norm",
     k_norm="self_attn.k_norm",
     gated=True,

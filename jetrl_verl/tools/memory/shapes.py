@@ -47,7 +47,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 """Name -> the fields of its configuration that memory depends on."""
 
-_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}
+_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+_ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
+_TURNS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
 _DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 _OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
 _OF_35B |= {"shared_expert_intermediate_size": 512}
@@ -68,6 +71,18 @@ KNOWN |= {
         ("qwen3.5-9b", "qwen3_5", 32, 32, 4096, 12288, 16, 4, 248320, False),
         ("qwen3.5-27b", "qwen3_5", 48, 64, 5120, 17408, 24, 4, 248320, False),
         ("qwen3.5-35b-a3b", "qwen3_5_moe", 32, 40, 2048, None, 16, 2, 248320, False),
+    )
+}
+KNOWN |= {
+    name: {
+        "model_type": model_type,
+        "tie_word_embeddings": sizes[-1],
+        "text_config": dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
+        | {"head_dim": 128, "hidden_act": "silu", "rope_parameters": rope},
+    }
+    for name, model_type, rope, *sizes in (
+        ("qwen3-vl-8b", "qwen3_vl", _TURNS, 36, 4096, 12288, 32, 8, 151936, False),
+        ("qwen2.5-vl-7b", "qwen2_5_vl", _SECTIONS, 28, 3584, 18944, 28, 4, 152064, False),
     )
 }
 

@@ -53,6 +53,16 @@ def test_sum_of_ranks(ranks, shape):
     assert_close(triton_kernels.sum_of_ranks(parts), exact, BF16_STEP)
 
 
+@pytest.mark.parametrize("shape", [(128, 256), (33, 131), (1, 300)])
+@pytest.mark.parametrize("rank", [1, 8, 33])
+def test_merge_adapter(shape, rank):
+    weight, a, b = normal(*shape), normal(rank, shape[1], seed=1), normal(shape[0], rank, seed=2)
+    exact = weight.double() + 0.3 * (b.double() @ a.double())
+    got = triton_kernels.merge_adapter(weight, a, b, 0.3)
+    assert ((got.double() - exact).abs() <= BF16_STEP * exact.abs() + 1e-5 * rank).all()
+    assert_close(kernels.merge_adapter(weight, a, b, 0.3), got.double(), BF16_STEP)
+
+
 @pytest.mark.parametrize("shapes", [[(256, 384)], [(128, 128)] * 5, [(384, 128), (0, 128), (128, 512), (256, 256)]])
 def test_block_sums(shapes):
     generator = torch.Generator().manual_seed(len(shapes))

@@ -84,6 +84,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "gemm_int8": (*int8_x, *int8_w, bias, torch.bfloat16),
         "fprop_int8": (x, *int8_w, bias),
         "sum_of_ranks": ([x, x],),
+        "merge_adapter": (w, w[:16], w[:, :16], 0.75),
         "block_sums": ([block.qdata, int8_w.qdata], torch.arange(2048, device=device)),
         "gemm_nt_of_ranks": (*rowwise, *block, 2),
         "route": (to_experts, k, True),

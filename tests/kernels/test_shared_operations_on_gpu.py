@@ -277,6 +277,14 @@ def test_gradients_of_attention(head_dim):
     reference.check_gradient(case, "cuda", roundings=2)
 
 
+@pytest.mark.parametrize("shape", [(128, 128), (1000, 896), (2048, 4096)])
+@pytest.mark.parametrize("rank", [1, 16, 64])
+def test_an_adapter_is_merged_with_the_bits_of_a_cpu(shape, rank):
+    weight, a, b = normal(*shape), normal(rank, shape[1], seed=1), normal(shape[0], rank, seed=2)
+    got = kernels.merge_adapter(weight, a, b, 0.3)
+    assert torch.equal(got.cpu(), kernels.merge_adapter(weight.cpu(), a.cpu(), b.cpu(), 0.3))
+
+
 @pytest.mark.parametrize("name", reference.cases("cpu"))
 def test_gradients_of_the_others(name):
     reference.check_gradient(reference.cases("cuda")[name], "cuda", roundings=2)

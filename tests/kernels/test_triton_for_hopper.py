@@ -106,6 +106,7 @@ CHOICE = {"K": 8, "K_LANES": 8, "LANES": 128, "RENORMALIZE": True}
 ROWS = {"PAIRS": 512, "TILE": 512, "GROUPS": 16}
 PIECES = {"LANES": 128, "PIECE": 256, "AT_ONCE": 32}
 INT64 = {"words_ptr": "*i64", "table_ptr": "*i64", "constants_ptr": "*i64", "out_ptr": "*i64"}
+MERGED = {"a_ptr": "*bf16", "b_ptr": "*bf16", "scale": "fp32"}
 OF_THE_CONV = {"weight_ptr": "*i64", "slots_ptr": "*i32"}
 FP32_OUT, INT32_OUT = {"out_ptr": "*fp32", "total_ptr": "*fp32"}, {"out_ptr": "*i32"}
 
@@ -127,6 +128,7 @@ FP32_OUT, INT32_OUT = {"out_ptr": "*fp32", "total_ptr": "*fp32"}, {"out_ptr": "*
         ("draw._draw_kernel", {"CHUNK": CHUNK, "CHUNKS": 1}, {}, WARPS),
         ("draw._draw_kernel", {"CHUNK": CHUNK, "CHUNKS": 64}, {}, WARPS),
         ("draw._rank_kernel", {"CHUNK": CHUNK}, {}, WARPS),
+        ("merge_adapter._merge_kernel", {"TILE_N": 32, "TILE_K": 256}, MERGED, 4),
         ("block_sums._one_kernel", {"BLOCK": 128}, INT64, 4),
         ("block_sums._many_kernel", {"HALVINGS": 8, "BLOCK": 128}, INT64, 4),
         ("causal_conv1d._conv_kernel", {"TOKENS": 16, "CHANNELS": 256, "stride_channel": 1}, OF_THE_CONV, 4),

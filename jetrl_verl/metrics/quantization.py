@@ -172,7 +172,7 @@ class QuantizationSampler:
             q = self._format.quantize_activation(x, self._rule)
             self._add(kind, "X", x, q, self._format.dequantize_activation(q))
         if self._first(layer, "W"):
-            w = self._sample(layer.weight)
+            w = self._sample(layer.merged(layer.weight) if isinstance(layer, JetLinear) else layer.weight)
             q = self._format.quantize_weight(w, self._rule)
             self._add(kind, "W", w, q, self._format.dequantize_weight(q))
         if (

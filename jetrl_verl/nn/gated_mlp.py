@@ -94,5 +94,5 @@ def gated_product(x: QuantizedTensor, gate: JetLinear, up: JetLinear) -> Quantiz
     Raises:
         ValueError: I is not a multiple of 128.
     """
-    product, qdata, scales = _GatedProduct.apply(x.source, gate.weight, up.weight, (gate, up), x)
+    product, qdata, scales = _GatedProduct.apply(x.source, gate.operand(), up.operand(), (gate, up), x)
     return QuantizedTensor(qdata, scales, product)

@@ -5,7 +5,7 @@
 Saved for backward are X in FP8, 1.03 bytes an element instead of 2, and the weight by reference
 (kernels/by_reference.py). A norm quantizes X once for all layers that read it (nn/handoff.py); they share the saved
 qdata and their re-layout. A weight is quantized once while it is in place (nn/weight_cache.py), within a backward pass
-together with the transpose for DGrad.
+together with the transpose for DGrad. With a LoRA adapter the weight of the products is their sum (nn/adapter.py).
 
 A BF16 backward is QaRL's choice (arXiv 2604.07853): the same FProp, straight-through BF16 gradients from a saved
 BF16 X and the BF16 weight.
@@ -23,6 +23,7 @@ from jetrl_verl.formats.format import Format
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.views import as_rows, as_type
+from jetrl_verl.nn.adapter import Adapter
 from jetrl_verl.nn.weight_cache import WeightCache
 from jetrl_verl.reference import QuantizedTensor, ScaleRule
 
@@ -132,7 +133,7 @@ class _LinearFunction(torch.autograd.Function):
                     dw[i] = layer.wgrad(colwise, x, weight)
             else:
                 if needs_x:
-                    term = dy @ as_type(weight, torch.bfloat16)
+                    term = dy @ layer.merged(weight)
                 if needs_w[i]:
                     dw[i] = as_type(dy.t() @ x, weight.dtype)
             if term is not None:
@@ -153,6 +154,7 @@ class JetLinear(nn.Linear):
         ranks: over which the rollout splits K; FProp rounds where they do, gradients ignore these roundings.
         quantized_backward: whether DGrad and WGrad run in the format instead of BF16.
         format: of the three products.
+        adapter: LoRA's, or None.
         stock_class: of the replaced layer.
     """
 
@@ -160,6 +162,7 @@ class JetLinear(nn.Linear):
     ranks: int
     quantized_backward: bool
     format: Format
+    adapter: Adapter | None = None
     _cache: WeightCache
     stock_class = nn.Linear
 
@@ -214,12 +217,26 @@ class JetLinear(nn.Linear):
         """Drop the cached qdata; the next use quantizes again."""
         self._cache.drop()
 
+    def operand(self) -> torch.Tensor:
+        """The weight to pass to a product: of a layer with an adapter, the gradient goes to the adapter's factors."""
+        if self.adapter is None:
+            return self.weight
+        if self.adapter.read():
+            self.drop_qdata()
+        return self.adapter.attached(self.weight)
+
+    def merged(self, weight: torch.Tensor) -> torch.Tensor:
+        """The BF16 value of ``weight``, with the adapter's term."""
+        weight = as_type(weight, torch.bfloat16)
+        return weight if self.adapter is None else self.adapter.added(weight)
+
     def weight_qdata(self, weight: torch.Tensor) -> QuantizedTensor:
         """``weight [N, K]`` quantized, at most once while the tensor stays unchanged."""
         return self._cache.get(weight, self._quantized)[0]
 
     def _quantized(self, weight: torch.Tensor) -> tuple[QuantizedTensor, QuantizedTensor | None]:
         """``weight`` quantized; within a backward pass, recomputed forwards included, also transposed."""
+        weight = self.merged(weight)
         if torch._C._current_graph_task_id() == -1:
             return self.format.quantize_weight(weight, self.scale_rule), None
         return self.format.quantize_weight_and_transpose(weight, self.scale_rule)
@@ -245,13 +262,22 @@ class JetLinear(nn.Linear):
     def forward(self, input: torch.Tensor | QuantizedTensor) -> torch.Tensor:
         x = quantize_input(input, self.format, self.scale_rule)
         if not torch.is_grad_enabled():
-            return self.fprop(x, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
-        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, None, self.weight, self.bias)
+            return self.fprop(x, self.operand(), self.bias).view(*x.shape[:-1], self.out_features)
+        return _LinearFunction.apply(as_type(x.source, torch.bfloat16), (self,), x, None, self.operand(), self.bias)
 
     def extra_repr(self) -> str:
         backward = self.format.traits.name if self.quantized_backward else UNQUANTIZED
         ranks = f", ranks={self.ranks}" if self.ranks > 1 else ""
         return f"{super().extra_repr()}, {self.format}, scale={self.scale_rule}, backward={backward}{ranks}"
+
+
+def linear_in(module: nn.Module, name: str) -> nn.Module:
+    """The child ``name`` of ``module``; instead of peft's layer around a :class:`JetLinear`, the layer in it."""
+    child = getattr(module, name)
+    if isinstance(child, JetLinear):
+        return child
+    base = getattr(child, "base_layer", None)
+    return base if isinstance(base, JetLinear) else child
 
 
 _FORWARD = JetLinear.forward
@@ -292,5 +318,5 @@ def project(
             return outputs
         return [y.reshape(-1, y.shape[-1] // head_dim, head_dim) for y in outputs]
     x = quantize_input(x, first.format, first.scale_rule)
-    parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers]
+    parameters = [layer.operand() for layer in layers] + [layer.bias for layer in layers]
     return _LinearFunction.apply(x.source, tuple(layers), x, head_dim, *parameters)

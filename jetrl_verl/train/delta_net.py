@@ -15,7 +15,7 @@ from jetrl_verl import kernels
 from jetrl_verl.kernels.views import as_rows
 from jetrl_verl.models.families.base import DeltaNet, Family, leaf
 from jetrl_verl.nn.handoff import accept_quantized
-from jetrl_verl.nn.linear import project
+from jetrl_verl.nn.linear import linear_in, project
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.train import sequence_parallel
 from jetrl_verl.train.packing import Packing
@@ -36,7 +36,7 @@ def delta_net_forward(
     """``[B, T, hidden]`` of the layer's normed input, quantized for ``qkv`` and ``z`` or not."""
 
     def part(name: str) -> Any:
-        return getattr(self, leaf(name))
+        return linear_in(self, leaf(name))
 
     source = hidden_states.source if isinstance(hidden_states, QuantizedTensor) else hidden_states
     rows = as_rows(source)

@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.support.table import explained
 from jetrl_verl.models.plan import LinearPlan
+from jetrl_verl.train.adapters import MergedAdapters
 from jetrl_verl.train.features import (
     Checkpointing,
     Feature,
@@ -47,6 +48,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
         (FrozenTower, actor and not config.jetrl.images),
         (InvariantScaling, actor),  # changes weights, so before any feature reads them
         (QuantizedLinears, config.quantized_linears),  # frees qdata after a pass, when GatheredOnce has resharded
+        (MergedAdapters, config.quantized_linears or config.shared_operations),
         (GatheredOnce, options.gathered == "batch"),
         (SharedOperations, config.shared_operations),  # its norms hand over to the linears of QuantizedLinears
         (Checkpointing, config.shared_operations and options.checkpointing != "full"),  # of layers with them
@@ -96,6 +98,7 @@ class _JetEngine:
                     feature.install(module)
         return module
 
+    _build_lora_module = _wrapped("_build_lora_module")
     forward_backward_batch = _wrapped("forward_backward_batch")
     infer_batch = _wrapped("infer_batch")
     train_batch = _wrapped("train_batch")

@@ -29,7 +29,7 @@ from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.chunked_logits import KEPT_BYTES, Compute, mask_unused, per_token
 from jetrl_verl.nn.gated_mlp import covers, gated_product
 from jetrl_verl.nn.handoff import accept_quantized
-from jetrl_verl.nn.linear import project, quantize_input
+from jetrl_verl.nn.linear import linear_in, project, quantize_input
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.train import delta_net, sequence_parallel
 from jetrl_verl.train.packing import Packing
@@ -97,7 +97,7 @@ def _norm_forward(
 
 
 def _mlp_forward(self: nn.Module, x: torch.Tensor | QuantizedTensor, *, family: Family) -> torch.Tensor:
-    gate, up, down = (getattr(self, leaf(name)) for name in (family.gate, family.up, family.down))
+    gate, up, down = (linear_in(self, leaf(name)) for name in (family.gate, family.up, family.down))
     output = partial(_last, down) if family.experts is None else down
     if accept_quantized((gate, up)):
         x = quantize_input(x, gate.format, gate.scale_rule)
@@ -163,7 +163,7 @@ def _attention_forward(
 ) -> tuple[torch.Tensor, None]:
     # [B * T, heads, D] each.
     q, k, v = project(
-        hidden_states, [getattr(self, leaf(name)) for name in (family.q, family.k, family.v)], self.head_dim
+        hidden_states, [linear_in(self, leaf(name)) for name in (family.q, family.k, family.v)], self.head_dim
     )
     gate = None
     if family.gated:  # a query's head is followed by its gate
@@ -182,7 +182,7 @@ def _attention_forward(
         q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
         real = self.core(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen)
         out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
-    output, shape = getattr(self, leaf(family.o)), hidden_states.shape[:-1]
+    output, shape = linear_in(self, leaf(family.o)), hidden_states.shape[:-1]
     if gate is None:
         return output(out.reshape(*shape, -1)), None
     if accept_quantized((output,)):

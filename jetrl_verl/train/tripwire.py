@@ -16,6 +16,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from jetrl_verl.algorithms.old_log_probs import POLICY, Difference, LogProbsDiffer, compare
 from jetrl_verl.train.features import Feature
+from jetrl_verl.train.weight_sync import WeightSync
 
 
 class Tripwire(Feature):
@@ -53,9 +54,13 @@ class Tripwire(Feature):
 
     def save_checkpoint(self, stock: Callable, local_path: str, *args: Any, **kwargs: Any) -> None:
         """verl's checkpoint; of a stopped run its Hugging Face folder alone."""
-        if Path(local_path).name == POLICY:
-            self.engine.checkpoint_manager.checkpoint_save_contents = ["hf_model"]
+        sync = self.engine.feature(WeightSync)
+        stopped, adapted = Path(local_path).name == POLICY, bool(sync.scales)
+        if stopped:
+            self.engine.checkpoint_manager.checkpoint_save_contents = [] if adapted else ["hf_model"]
         stock(local_path, *args, **kwargs)
+        if stopped and adapted:  # verl would write peft's names
+            sync.save_merged(Path(local_path) / "huggingface")
 
 
 def _first_difference(passed: list[tuple[TensorDict, Tensor]]) -> Difference | None:

@@ -2,17 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor's weight sync (sync/wire.py), and its size and duration among the metrics."""
 
+from collections.abc import Iterable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from verl.utils.device import get_device_name
 from verl.utils.fsdp_utils import fsdp_version
 from verl.utils.model import convert_weight_keys
 
 from jetrl_verl.models import family
+from jetrl_verl.models.adapters import ADAPTER, adapted_linears, is_factor, stock_name
 from jetrl_verl.sync.quantize import format_of
+from jetrl_verl.sync.stacks import Name, parts_of
 from jetrl_verl.sync.wire import SyncStatistics
+from jetrl_verl.train.adapters import with_adapters
 from jetrl_verl.train.features import Feature, KeptScales, Metrics
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
@@ -20,8 +27,8 @@ from jetrl_verl.train.weight_stream import stated_constants, weight_stream
 
 
 class WeightSync(Feature):
-    _flat: FlatGather | None = None
-    """Under FSDP1, made at the first sync from the wrapped module."""
+    _flat: tuple[FlatGather, FlatGather | None] | None = None
+    """Under FSDP1, made at the first sync from the wrapped module: of the weights, and of the adapters' factors."""
 
     def install(self, module: torch.nn.Module) -> None:
         self._statistics = SyncStatistics()
@@ -29,30 +36,29 @@ class WeightSync(Feature):
         # vLLM reads from the same field whether the head is the embedding.
         config = self.engine.model_config.hf_config
         self._tied, self._variant = bool(config.tie_word_embeddings), family(config).variant(config)
-        self._gather = Gather(partial(format_of, self.engine.jetrl_plans), self._tied)
+        self._gather, self._factors = Gather(partial(format_of, self.engine.jetrl_plans), self._tied), Gather()
+        self.scales: dict[str, float] = {}
+        """Name of a weight with an adapter -> the scale of its term."""
         tower = family(module.config).tower
         # Of text alone the rollout has no tower.
         self._unsent = (f"{tower}.",) if tower and not self.config.jetrl.images else ()
 
+    def _build_lora_module(self, stock: Any, module: torch.nn.Module) -> torch.nn.Module:
+        model = stock(module)
+        scales = {stock_name(f"{name}.weight"): layer.scaling[ADAPTER] for name, layer in adapted_linears(model)}
+        self.scales = convert_weight_keys(scales, model)
+        return model
+
     def get_per_tensor_param(self, stock: Any, **kwargs: Any) -> tuple[Any, None]:
-        """Stream of the weight sync (sync/wire.py)."""
-        module, plans = self.engine.module, self.engine.jetrl_plans
+        """Stream of the weight sync (sync/wire.py), with merged adapters; its keywords choose among verl's ways."""
         self._statistics = SyncStatistics()
         device = torch.device(get_device_name())
-        # As verl's own stream, without adapters, which are not supported.
-        if fsdp_version(module) == 2:
-            params = convert_weight_keys(module.state_dict(keep_vars=True), module)
-            params = {name: param for name, param in params.items() if not name.startswith(self._unsent)}
-            gather = self._gather
-            weights = gather.stream(params, device, self._statistics)
-        else:
-            gather = self._flat_gather()
-            weights = gather.stream(device, self._statistics)
+        weights, tied = self._weights(device)
         kept, metrics = self.engine.feature(KeptScales), self.engine.feature(Metrics)
         stream = weight_stream(
             weights,
             self.options,
-            plans,
+            self.engine.jetrl_plans,
             device,
             self._statistics,
             kept.scales if kept is not None else None,
@@ -60,21 +66,48 @@ class WeightSync(Feature):
             ranks=self.config.jetrl.rollout_ranks,
             bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
             constants=self._constants,
-            tied=gather.tied,
+            tied=tied,
             variant=self._variant,
         )
         return stream, None
 
-    def _flat_gather(self) -> FlatGather:
+    def save_merged(self, folder: Path) -> None:
+        """Write the weights of a model with adapters, BF16 and merged, where its ``config.json`` lies. Collective."""
+        weights, _ = self._weights(torch.device(get_device_name()))
+        tensors = {name: part.to("cpu", copy=True) for item, stack in weights for name, part in parts_of(item, stack)}
+        if self.engine.rank == 0:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        dist.barrier()
+
+    def _weights(self, device: torch.device) -> tuple[Iterable[tuple[Name, torch.Tensor]], Mapping[str, str]]:
+        """Whole weights as the forward multiplies with them, and the names that are left out as tied."""
+        module = self.engine.module
+        if fsdp_version(module) == 2:
+            state = {stock_name(name): param for name, param in module.state_dict(keep_vars=True).items()}
+            params = convert_weight_keys(state, module)
+            params = {name: param for name, param in params.items() if not name.startswith(self._unsent)}
+            factors = {name: params.pop(name) for name in list(params) if is_factor(name)}
+            gather = self._gather
+            weights = gather.stream(params, device, self._statistics)
+            of_factors = self._factors.stream(factors, device, self._statistics)
+        else:
+            gather, factors = self._flat_gathers()
+            weights = gather.stream(device, self._statistics)
+            of_factors = factors.stream(device, self._statistics) if factors is not None else ()
+        return with_adapters(weights, of_factors, self.scales) if self.scales else weights, gather.tied
+
+    def _flat_gathers(self) -> tuple[FlatGather, FlatGather | None]:
         if self._flat is None:
             module = self.engine.module
 
-            def sent_as(name: str) -> str:
-                sent = next(iter(convert_weight_keys({name: None}, module.module)))
-                return "" if sent.startswith(self._unsent) else sent
+            def sent_as(name: str, factors: bool) -> str:
+                sent = next(iter(convert_weight_keys({stock_name(name): None}, module.module)))
+                return "" if sent.startswith(self._unsent) or is_factor(sent) != factors else sent
 
             alike = partial(format_of, self.engine.jetrl_plans)
-            self._flat = FlatGather(module, alike, self._tied, sent_as)
+            weights = FlatGather(module, alike, self._tied, partial(sent_as, factors=False))
+            factors = FlatGather(module, sent_as=partial(sent_as, factors=True)) if self.scales else None
+            self._flat = weights, factors
         return self._flat
 
     def train_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:

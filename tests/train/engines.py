@@ -32,6 +32,7 @@ def build(
     images: bool = False,
     checkpointing: bool | str = True,
     sharding: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
     **options,
 ):
     """Initialized engine on the model in ``folder``; call it on every rank.
@@ -45,7 +46,7 @@ def build(
         fsdp_size: ranks that share the weights; -1: all, else there are replicas (HSDP).
         rollout_ranks: tensor-parallel size of the rollout. images: whether samples may have some.
         checkpointing: whether the backward recomputes each layer, verl's default, or ``jetrl.checkpointing``.
-        sharding: further fields of verl's engine config.
+        sharding: further fields of verl's engine config. model: further fields of ``HFModelConfig``.
         options: fields of ``JetConfig`` that differ from ``precision=jet_fp8``; ``precision="bf16"`` is verl's engine.
     """
     from verl.trainer.config import CheckpointConfig
@@ -73,6 +74,7 @@ def build(
             load_tokenizer=tokenizer,
             enable_gradient_checkpointing=bool(checkpointing),
             override_config={"attn_implementation": attention},
+            **(model or {}),
         ),
         engine_config=FSDPEngineConfig(**common)
         if stock

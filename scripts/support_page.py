@@ -30,7 +30,8 @@ PAGE = ROOT / "docs" / "support.md"
 SUMMARY = """\
 # What is supported with what
 
-- **Training**: FSDP and FSDP2, full weights in FP32 or BF16; no LoRA, Megatron or quantization-aware training.
+- **Training**: FSDP and FSDP2, FP32 or BF16 weights, whole or LoRA merged into them; no Megatron, no
+  quantization-aware training.
 - **Rollout**: vLLM, tensor and data parallel, BF16 activations; on the trainer's GPUs with verl's naive weight sync, or
   on GPUs of its own (`separate_async`) with `rollout.checkpoint_engine.backend=jetrl`.
 - **Models**: text decoders of type {types}.

@@ -12,10 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from jetrl_verl.formats.catalog import UNQUANTIZED
 from jetrl_verl.models import UnsupportedLayer, family
+from jetrl_verl.models.adapters import adapted_linears
 from jetrl_verl.models.modules import check_operations_of, check_scaling, linears_of
 
 from .options import JetConfig
-from .support.row import UnsupportedConfiguration
+from .support.row import Get, UnsupportedConfiguration
 from .support.scopes import MODEL
 
 _OTHERS = ("attn_implementation", "_attn_implementation", "dtype", "torch_dtype", "pad_token_id", "quantization_config")
@@ -83,3 +84,36 @@ def check_built(options: JetConfig, path: str, config: Mapping[str, Any], role: 
         check_operations_of(model)
     if actor and options.invariant_scaling != 1:
         check_scaling((name for name, _ in model.named_parameters()), family(model.config))
+
+
+def check_adapters(get: Get, path: str, config: Mapping[str, Any]) -> None:
+    """Give a model the adapters of a job (``model.lora_rank`` above 0) and ask what its worker asks of them.
+
+    Args:
+        path, config: as of :func:`build`.
+
+    Raises:
+        UnsupportedLayer: an adapter that a worker would refuse.
+        UnsupportedConfiguration: as :func:`build`; peft finds no module of these names.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    saved = get(f"{MODEL}.lora_adapter_path")
+    if saved is not None and "://" in saved:
+        return
+    model = build(path, config)
+    try:
+        if saved is not None:
+            lora = LoraConfig.from_pretrained(saved)
+        else:
+            names = {name: get(f"{MODEL}.{name}") for name in ("target_modules", "exclude_modules")}
+            lora = LoraConfig(r=get(f"{MODEL}.lora_rank"), **names)
+        with _on_meta():
+            adapted = get_peft_model(model, lora)
+    except (ValueError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UnsupportedConfiguration(
+            f"the model {path} cannot get its LoRA adapters ({reason}), so every worker would stop. Set "
+            f"{MODEL}.target_modules, {MODEL}.exclude_modules or {MODEL}.lora_adapter_path to what the model has."
+        ) from None
+    list(adapted_linears(adapted))

@@ -27,7 +27,7 @@ from .support.limits import PINS
 from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
-from .support.scopes import BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
+from .support.scopes import ADAPTERS, BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
 from .support.table import TABLE, inexact_because, losses, refusals, stock_because
 from .vllm_plugins import replacements
 
@@ -94,6 +94,7 @@ def resolve(config: DictConfig) -> Job | None:
         # verl's own switch; what it does not do, the check, comes with the rollout's config.
         OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
     _raise_batched_tokens(config, get)
+    _merge_adapters(config, get)
     return job
 
 
@@ -122,6 +123,15 @@ def _raise_batched_tokens(config: DictConfig, get: Get) -> None:
         OmegaConf.update(config, key, sequences)
         why = "since vLLM needs a token for each of max_num_seqs"
         _say(f"jetrl_verl: note: {key} is {sequences} instead of {tokens}, {why}.")
+
+
+def _merge_adapters(config: DictConfig, get: Get) -> None:
+    """Set verl's switch for merged LoRA adapters: its own default is an adapter of vLLM."""
+    key = f"{MODEL}.lora.merge"
+    if ADAPTERS.applies(get) and not get(key):
+        OmegaConf.update(config, key, True, force_add=True)
+        why = "since both sides multiply with the quantized sum of weight and adapter"
+        _say(f"jetrl_verl: note: {key} is true instead of false, {why}.")
 
 
 def parse(node: Mapping[str, Any]) -> JetConfig:

@@ -19,6 +19,7 @@ from .installed import on_cpu
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import (
     ACTOR,
+    ADAPTERS,
     ATTENTION,
     BUCKET,
     CRITIC_MODEL,
@@ -212,6 +213,11 @@ def check_models(job: "Job", get: Get) -> None:
                 "models_own_code", precision=job.options.precision, what=f"the model {model.path} with code of its own"
             )
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
+        if ADAPTERS.applies(get):
+            from .built import check_adapters
+
+            with explained(model.path, job.options.precision):
+                check_adapters(get, model.path, model.config)
         if job.shared:
             for words in replacements(model.config):
                 refuse("vllm_plugins", **words)

@@ -23,10 +23,10 @@ HYBRID = {"mamba_ssm_cache_dtype": "float32"}
 def vllm_arguments(job: Job, user: Mapping[str, Any] | None) -> dict[str, Any]:
     """The user's ``engine_kwargs.vllm`` with our arguments filled in; the table of support refuses others for them.
 
-    Always ``quantization``, ``hf_overrides`` (with what the job overrides in the trainer's model),
-    ``worker_extension_cls``, ``HYBRID``, and ``language_model_only``, as the trainer sends a vision tower for images
-    alone; ``worker_cls`` if operations are shared or the KV cache is FP8; ``compilation_config`` if the trainer repeats
-    the ranks' sums. Idempotent.
+    Always ``quantization``, ``hf_overrides`` (with what the job overrides in the trainer's model), ``load_format`` (the
+    first sync fills all weights, whatever ``rollout.load_format`` says), ``worker_extension_cls``, ``HYBRID``, and
+    ``language_model_only``, as the trainer sends a vision tower for images alone; ``worker_cls`` if operations are
+    shared or the KV cache is FP8; ``compilation_config`` if the trainer repeats the ranks' sums. Idempotent.
     """
     arguments = dict(user or {})
     method = VLLM_METHODS[job.options.rollout]
@@ -35,6 +35,7 @@ def vllm_arguments(job: Job, user: Mapping[str, Any] | None) -> dict[str, Any]:
     arguments["quantization"] = method
     own = _mapping(arguments.get("hf_overrides"))
     arguments["hf_overrides"] = {**job.overrides, **own, "quantization_config": quantization}
+    arguments["load_format"] = "dummy"
     arguments["worker_extension_cls"] = WORKER_EXTENSION
     arguments |= HYBRID | {"language_model_only": not job.images}
     compilation = _mapping(arguments.get("compilation_config"))

@@ -47,6 +47,7 @@ def without_precision(config) -> dict:
             engine.pop(key, None)
     actor_rollout["rollout"]["_target_"] = "verl.workers.config.RolloutConfig"
     actor_rollout["rollout"].pop("custom", None)
+    actor_rollout["model"]["lora"]["merge"] = False  # set for a job with adapters
     loss = actor_rollout["actor"]["policy_loss"]
     loss["_target_"] = "verl.workers.config.PolicyLossConfig"
     loss.pop("is_threshold", None)

@@ -79,6 +79,7 @@ JOBS = (
     (*STOCK, f"+{ATTENTION}=jetrl_varlen"),
     (*STOCK, f"{ROLLOUT}.calculate_log_probs=false"),
     (*STOCK, *SEPARATE.split()),
+    (*STOCK, "jetrl.invariant_scaling=1.5"),
 )
 """Jobs of every scope in which a setting can be refused."""
 

@@ -94,6 +94,7 @@ BELOW = {
     *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower"),
     *("exact_images", "vision_tower", "images_of_text_models", "images_of_mixtures", "text_of_stock_operations"),
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
+    *("place_of_adapter", "kind_of_adapter"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
 }
 
@@ -116,6 +117,40 @@ def test_a_model_is_refused_by_its_row(model, name, capsys):
     if of_operations:
         config = changed(("precision=jet_fp8",), {"jetrl.operations": "auto", f"{MODEL}.path": path})
         assert not resolve(config).shared and reason(message) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "words"),
+    [
+        ("place_of_adapter", {"target_modules": ["q_proj", "lm_head"]}, "an adapter of lm_head"),
+        ("place_of_adapter", {"target_modules": ["embed_tokens"]}, "an adapter of model.embed_tokens"),
+        ("kind_of_adapter", {"lora_dropout": 0.1}, "q_proj has a dropout"),
+        ("kind_of_adapter", {"use_dora": True}, "a magnitude of its own"),
+        ("kind_of_adapter", {"use_rslora": True}, "an r or a scale of its own"),
+        ("kind_of_adapter", {"rank_pattern": {"q_proj": 4}}, "an r or a scale of its own"),
+        ("kind_of_adapter", {"modules_to_save": ["lm_head"]}, "trains lm_head whole"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_is_refused(model, tmp_path, name, settings, words):
+    from peft import LoraConfig
+
+    path, adapter = model(), str(tmp_path / "adapter")
+    fields = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+    job = (*STOCK, f"{MODEL}.path={path}", f"{MODEL}.lora_rank=8", f"{MODEL}.lora_adapter_path={adapter}")
+    LoraConfig(**fields).save_pretrained(adapter)
+    check_job(changed(job, {}))
+    LoraConfig(**(fields | settings)).save_pretrained(adapter)
+    message = refused(check_job, changed(job, {}))
+    assert message == refusal(name, precision="jet_fp8", what=f"the model {path}", why=reason(message))
+    assert words in message
+
+
+def test_modules_of_adapters_that_the_model_lacks_are_refused(model):
+    job = (*STOCK, f"{MODEL}.path={model()}", f"{MODEL}.lora_rank=8")
+    for modules in ("all-linear", ["o_proj"], r".*\.up_proj"):
+        check_job(changed(job, {f"{MODEL}.target_modules": modules}))
+    with pytest.raises(UnsupportedConfiguration, match=r"cannot get its LoRA adapters \(Target modules .*qkv"):
+        check_job(changed(job, {f"{MODEL}.target_modules": ["qkv"]}))
 
 
 def test_the_driver_needs_no_gpu_for_the_norm_of_fla(model, monkeypatch):

@@ -106,6 +106,15 @@ MODEL_ROWS: dict[str, Row] = {
         instead=f"Set {MODEL}.path to a model without it, or precision=bf16",
     ),
     "linear_of_no_family": Row("a linear layer in a decoder that its family does not have"),
+    "place_of_adapter": Row(
+        "a LoRA adapter of anything but a linear layer of the decoder's layers",
+        instead=f"Set {MODEL}.target_modules to some of those, such as [q_proj,k_proj,v_proj,o_proj], or "
+        f"{MODEL}.exclude_modules='.*visual.*' for a vision tower",
+    ),
+    "kind_of_adapter": Row(
+        "a LoRA adapter with a dropout, a bias, weights that are trained whole, or of another kind",
+        instead=f"Set {MODEL}.lora_adapter_path to a plain adapter, or null",
+    ),
     "layer_without_scaling": Row(
         "a decoder layer without the norms and projections that the factor is folded into", scope=FOLDED
     ),

@@ -95,6 +95,8 @@ FP8_CACHE = where("jetrl.kv_cache", _CACHE.name, "jetrl.kv_cache=bf16")
 VARLEN = where(ATTENTION, JETRL_ATTENTION, f"{ATTENTION}=sdpa", name="attn_implementation")
 """What our attention of stock modules cannot do."""
 
+ADAPTERS = Scope(f"{MODEL}.lora_rank above 0", lambda get: (get(f"{MODEL}.lora_rank") or 0) > 0, f"{MODEL}.lora_rank=0")
+
 RATIO_LOSS = Scope(
     f"loss_mode={' or '.join(RATIO_LOSSES)}", lambda get: get(LOSS) in RATIO_LOSSES, f"{LOSS}=vanilla", key=LOSS
 )

@@ -11,7 +11,10 @@ from ..precision import target_of
 from .row import FALSE, NOT_FALSE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
 from .scopes import (
     ACTOR,
+    ADAPTERS,
     ATTENTION,
+    CALIBRATED,
+    FOLDED,
     FP8_CRITIC,
     MODEL,
     REF,
@@ -69,8 +72,8 @@ TRAINING_ROWS: dict[str, Row] = {
         "FP16 master weights", "master weights are FP32 or BF16", {f"{node}.model_dtype": _NO_FP16 for node in _ENGINES}
     ),
     "critic": Row(
-        "a critic under another engine, in FP16 or FP32, or with quantization-aware training",
-        "an FP8 critic trains under FSDP, with BF16 activations and FP32 or BF16 master weights",
+        "a critic under another engine, in FP16 or FP32, with quantization-aware training or LoRA",
+        "an FP8 critic trains under FSDP, with BF16 activations and its full weights in FP32 or BF16",
         {
             "critic.strategy": _FSDP,
             "critic.qat.enable": TRUE,
@@ -78,6 +81,7 @@ TRAINING_ROWS: dict[str, Row] = {
             "critic.fsdp.dtype": _BF16,
             "critic.fsdp.mixed_precision.param_dtype": _BF16,
             "critic.fsdp.model_dtype": _NO_FP16,
+            "critic.model.lora_rank": above(0),
         },
         scope=FP8_CRITIC,
     ),
@@ -99,16 +103,37 @@ TRAINING_ROWS: dict[str, Row] = {
         {f"{MODEL}.enable_gradient_checkpointing": FALSE, f"{MODEL}.enable_activation_offload": TRUE},
         scope=SELECTIVE,
     ),
-    "lora": Row(
-        "LoRA adapters",
-        "the full weights are trained",
-        {
-            f"{MODEL}.lora_rank": above(0),
-            f"{MODEL}.lora.rank": above(0),
-            f"{MODEL}.lora_adapter_path": SET,
-            f"{MODEL}.lora.adapter_path": SET,
-            f"{VLLM}.enable_lora": NOT_FALSE,
-        },
+    "adapter_without_a_rank": Row(
+        "a LoRA adapter without a rank",
+        "verl then leaves the adapter out and trains the full weights",
+        {f"{MODEL}.lora_adapter_path": SET},
+        scope=Scope(f"{MODEL}.lora_rank=0", lambda get: not ADAPTERS.applies(get)),
+        instead=f"Set {MODEL}.lora_rank to the adapter's r",
+    ),
+    "adapter_of_another_factor": Row(
+        "a LoRA adapter of the weights before QuRL's factor",
+        "it was trained on other weights",
+        {f"{MODEL}.lora_adapter_path": SET},
+        scope=Scope(FOLDED.text, lambda get: (get("jetrl.invariant_scaling") or 1) != 1, FOLDED.leave),
+    ),
+    "adapters_of_megatron": Row(
+        "LoRA by the keys of verl's Megatron engine",
+        "the FSDP engine reads lora_rank, lora_alpha and lora_adapter_path",
+        {f"{MODEL}.lora.rank": above(0), f"{MODEL}.lora.adapter_path": SET},
+    ),
+    "adapters_of_parameters": Row(
+        "LoRA adapters of experts and other parameters",
+        "linear layers alone have adapters",
+        {f"{MODEL}.target_parameters": SET},
+    ),
+    "adapters_and_calibration": Row(
+        "calibrated clipping of a model with LoRA adapters",
+        "its BF16 forward would leave the adapters out",
+        {f"{MODEL}.lora_rank": above(0)},
+        scope=CALIBRATED,
+    ),
+    "adapters_of_vllm": Row(
+        "vLLM's own LoRA", "the weight sync merges the adapters", {f"{VLLM}.enable_lora": NOT_FALSE}
     ),
     "unread_overrides": Row(
         "overrides of rotary fields, and mappings among the overrides",

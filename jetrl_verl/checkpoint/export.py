@@ -27,7 +27,7 @@ from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from jetrl_verl import formats
+from jetrl_verl import formats, kernels
 from jetrl_verl.algorithms.invariant_scaling import FOLDED, unfolded
 from jetrl_verl.checkpoint.validation import latest_step, no_trainer_state
 from jetrl_verl.config.composition import parse
@@ -39,6 +39,7 @@ from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
 from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading, writing
 from jetrl_verl.models import family, model_types
+from jetrl_verl.models.adapters import factors_of, is_factor, stock_name
 from jetrl_verl.models.families.base import Experts, Family, place
 from jetrl_verl.models.plan import LinearPlan, UnsupportedLayer, plan_of
 from jetrl_verl.sync.quantize import as_tensors, quantize_stream
@@ -235,7 +236,7 @@ REACHES = (
 
 
 def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """verl's model merger, tensor by tensor and without its cast to BF16."""
+    """verl's model merger, tensor by tensor and without its cast to BF16; LoRA adapters are merged."""
     from torch.distributed.tensor import DTensor
     from torch.utils.serialization import config as loading
     from verl.model_merger.base_model_merger import ModelMergerConfig
@@ -251,23 +252,34 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             return torch.load(file, map_location="cpu", weights_only=False)
 
     first = shard(0)
-    if any("lora_" in name for name in first):
-        raise UserError(
-            f"{folder} holds LoRA adapters; merge them into the model first (`python -m verl.model_merger`)."
-        )
     with contextlib.redirect_stdout(io.StringIO()):  # the merger prints its settings
         merger = FSDPModelMerger(
             ModelMergerConfig("merge", "fsdp", local_dir=str(folder), hf_model_config_path=str(folder / "huggingface"))
         )
     count, _ = merger._calculate_shard_configuration(*merger._extract_device_mesh_info(first, world))
     shards = [first, *(shard(rank) for rank in range(1, count))]
-    for name in sorted(first):
-        parts = [state[name] for state in shards]
+    keys = {stock_name(name): name for name in sorted(first)}
+
+    def whole(name: str) -> torch.Tensor:
+        parts = [state[keys[name]] for state in shards]
         if isinstance(parts[0], DTensor):
             # The mesh's last dimension shards; the ones before it replicate.
-            yield name, merger._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
-        else:
-            yield name, merge_non_dtensor_shards(name, parts)
+            return merger._merge_by_placement([part._local_tensor for part in parts], parts[0].placements[-1])
+        return merge_non_dtensor_shards(name, parts)
+
+    if keys and all(map(is_factor, keys)):
+        raise UserError(
+            f"{folder} holds LoRA adapters without the model's weights (actor.checkpoint.save_lora_only); export a "
+            "checkpoint of a run without that setting."
+        )
+    for name in keys:
+        factors = factors_of(name)
+        if factors[0] in keys:
+            settings = load_json(folder / "lora_train_meta.json")
+            scale = settings["lora_alpha"] / settings["r"]
+            yield name, kernels.merge_adapter(*(whole(one).bfloat16() for one in (name, *factors)), scale)
+        elif not is_factor(name):
+            yield name, whole(name)
 
 
 # --- writing ---------------------------------------------------------------------------------------------------------

@@ -220,9 +220,17 @@ def test_a_model_that_costs_exactness_is_named(name, small):
     assert effect == run.STOCK and message.endswith(f". {TABLE[name].remedy()}.")
 
 
+def test_of_adapters_alone_there_are_moments_and_gradients():
+    whole, lora = terms.update(EIGHT, 8, 8192), terms.update(EIGHT, 8, 8192, rank=64)
+    adapters = 4 * 64 * 36 * (2 * (4096 + 4096) + 2 * (1024 + 4096) + 3 * (4096 + 12288)) / 8
+    assert (
+        lora["FP32 weights"] - whole["FP32 weights"] == adapters == lora["gradients"] == lora["optimizer moments"] / 2
+    )
+
+
 def test_unsupported_precisions_are_left_out():
-    status, output = jetrl_memory("--", *SMALL, "actor_rollout_ref.model.lora_rank=8")
-    assert status == 0 and "FP8 training is refused: actor_rollout_ref.model.lora_rank=8" in output
+    status, output = jetrl_memory("--", *SMALL, "actor_rollout_ref.model.lora.rank=8")
+    assert status == 0 and "FP8 training is refused: actor_rollout_ref.model.lora.rank=8" in output
     assert "bf16" in output and "fp8_rollout" not in output
     words = ("actor_rollout_ref.model.use_liger=True", "actor_rollout_ref.rollout.top_p=0.9")
     status, output = jetrl_memory("--", *SMALL, *words)

@@ -97,6 +97,7 @@ class Model:
         keys: features of all key heads. caching: layers with keys and values.
         layer, linears: parameters of the linears of the largest decoder layer, and of all.
         quantized: parameters, of all layers, that a quantized precision quantizes.
+        edges: rows and columns of all linear layers but experts; times the rank, parameters of LoRA adapters.
         tied: whether lm_head is the embedding.
         experts, experts_per_token, expert_width: of a mixture; 0 of a dense model.
         results: bytes of a token that selective checkpointing keeps in all layers (kernels/recomputation.py), without
@@ -117,6 +118,7 @@ class Model:
     layer: int
     linears: int
     quantized: int
+    edges: int
     tied: bool
     experts: int = 0
     experts_per_token: int = 0
@@ -155,7 +157,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     experts = 0 if mixture is None else mixture.number(config)
     per_token, of_expert = (0, 0) if mixture is None else (read(config, mixture.per_token), shapes[mixture.down].k)
     kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
-    layer = linears = quantized = results = 0
+    layer = linears = quantized = edges = results = 0
     for kind in decoder.distinct_kinds:
         counts = {
             piece: shapes[piece].n * shapes[piece].k * (experts if linear.experts else 1)
@@ -181,6 +183,8 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         layer, mixing = max(layer, parameters), max(mixing, between)
         linears += number * parameters
         quantized += number * sum(count for piece, count in counts.items() if piece in fits)
+        adapted = (piece for linear in kind.linears if not linear.experts for piece in linear.pieces)
+        edges += number * sum(shapes[piece].n + shapes[piece].k for piece in adapted)
     return Model(
         name,
         config,
@@ -194,6 +198,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         layer,
         linears,
         quantized,
+        edges,
         bool(read(config, "tie_word_embeddings", False)),
         experts,
         per_token,

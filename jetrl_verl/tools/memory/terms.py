@@ -28,10 +28,17 @@ Terms = dict[str, float]
 """Name of what a GPU holds -> bytes."""
 
 
-def state(model: Model, shards: int, eight_bit: bool = False) -> Terms:
-    """What the trainer keeps from step to step: FP32 weights, ``4 P / S``, and AdamW's two moments, ``8 P / S``."""
-    shard = FP32 * model.parameters / shards
-    return {"FP32 weights": shard, "optimizer moments": 2 * shard * (MOMENTS_8BIT if eight_bit else 1)}
+def state(model: Model, shards: int, eight_bit: bool = False, rank: int = 0) -> Terms:
+    """What the trainer keeps from step to step: FP32 weights, ``4 P / S``, and AdamW's two moments, ``8 P / S``; with
+    LoRA of that ``rank`` moments of the adapters alone."""
+    weights, moments = FP32 * model.parameters / shards, 2 * _trained(model, shards, rank)
+    weights += FP32 * rank * model.edges / shards
+    return {"FP32 weights": weights, "optimizer moments": moments * (MOMENTS_8BIT if eight_bit else 1)}
+
+
+def _trained(model: Model, shards: int, rank: int) -> float:
+    """FP32 bytes of what is trained: all, or adapters of all linear layers."""
+    return FP32 * (rank * model.edges if rank else model.parameters) / shards
 
 
 def update(
@@ -44,16 +51,17 @@ def update(
     shared: bool = False,
     kept: float = 0.0,
     results: float = 0.0,
+    rank: int = 0,
 ) -> Terms:
     """Peak of an update, of a backward pass or of the optimizer step.
 
     Both have the state and FP32 gradients, ``4 P / S``. Backward adds activations (with checkpointing the BF16 inputs
     of the layers, ``2 H L T``), gathered weights and the larger of logits and one layer's expert rows, which do not
-    live at the same time; the optimizer step adds ``4 P / S``.
+    live at the same time; the optimizer step adds ``4 P / S``. P is what is trained, see :func:`state` for ``rank``.
     ``shared``: shared operations. ``kept``: :func:`kept_weights`, or 0 where FSDP gathers layer by layer. ``results``:
     what layers keep of :func:`layer_results`.
     """
-    shard = FP32 * model.parameters / shards
+    shard = _trained(model, shards, rank)
     logits, rows = update_logits(model, tokens, shared), expert_rows(model, tokens)
     # One layer of a mixture: gradients in BF16 and FP32, FP8 copies both ways.
     experts = (BF16 + FP32 + 2) * model.layer if model.experts else 0.0
@@ -65,7 +73,7 @@ def update(
     }
     optimizer = {"optimizer step": shard}
     peak = max(backward, optimizer, key=lambda terms: sum(terms.values()))
-    return {**state(model, shards, eight_bit), "gradients": shard, **peak}
+    return {**state(model, shards, eight_bit, rank), "gradients": shard, **peak}
 
 
 def old_log_probs(model: Model, shards: int, tokens: float, *, shared: bool = False, kept: float = 0.0) -> Terms:
@@ -234,10 +242,11 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     eight_bit = "8bit" in optimizer.lower()
     checkpointing = bool(get(f"{MODEL}.enable_gradient_checkpointing"))
     update_tokens, log_prob_tokens = micro_batches(get)
-    whole = state(model, shards, eight_bit)
+    rank = int(get(f"{MODEL}.lora_rank") or 0)
+    whole = state(model, shards, eight_bit, rank)
     always = {"CUDA contexts": CONTEXTS}
     uses_reference = get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward")
-    if uses_reference and not get(f"{REF}.fsdp_config.param_offload"):
+    if uses_reference and not rank and not get(f"{REF}.fsdp_config.param_offload"):
         always["reference policy"] = whole["FP32 weights"]
     stays = {
         "FP32 weights": not get(f"{ACTOR}.fsdp_config.param_offload"),
@@ -249,7 +258,7 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     engine = rollout(model, precision.rollout, share, sequences, tokens, tp)
     awake = {} if get(f"{ROLLOUT}.free_cache_engine") else engine
     scoring = old_log_probs(model, shards, log_prob_tokens, **passes)
-    passes |= {"checkpointing": checkpointing, "eight_bit": eight_bit}
+    passes |= {"checkpointing": checkpointing, "eight_bit": eight_bit, "rank": rank}
     training = update(model, shards, update_tokens, **passes)
     if checkpointing and passes["shared"] and not get(f"{MODEL}.enable_activation_offload"):
         results = layer_results(model, update_tokens)

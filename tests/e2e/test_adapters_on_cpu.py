@@ -1,0 +1,61 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""verl's LoRA with merged weights in real jobs: equal in every bit at every step, across a resume, in an export."""
+
+import math
+
+import pytest
+from jobs import Run, train
+from test_parallel_on_cpu import TWO_RANKS
+
+from jetrl_verl.checkpoint.export import ExportOptions, export
+
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+STEPS = 3
+
+ADAPTERS = (
+    f"{MODEL}.lora_rank=16",
+    f"{MODEL}.lora_alpha=64",
+    f"{ACTOR}.optim.lr=3e-3",
+    # As verl's scripts for LoRA set them; the reference is the actor without its adapters.
+    f"{ROLLOUT}.load_format=safetensors",
+    f"{ROLLOUT}.layered_summon=True",
+    f"{ACTOR}.use_kl_loss=True",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=128",
+    f"{ACTOR}.ppo_mini_batch_size=16",
+)
+
+
+def check(run: Run, ranks: int = 1) -> None:
+    """Every step moved the weights, and no bit differed."""
+    assert len(run.metrics) == STEPS
+    assert all(0 < norm < math.inf for norm in run.steps("actor/grad_norm"))
+    assert len({digest for *_, digest in run.syncs}) == ranks * (STEPS + 1)
+    for metric in ("rollout_corr/k3_kl", "training/rollout_probs_diff_max", "actor/ppo_kl"):
+        assert run.steps(metric) == [0.0] * STEPS, metric
+
+
+@pytest.mark.slow
+def test_a_resumed_run_agrees_in_every_bit_and_exports_the_rollouts_weights(policy, tmp_path):
+    checkpoints = tmp_path / "checkpoints"
+    words = (*ADAPTERS, f"trainer.save_freq={STEPS}", f"trainer.default_local_dir={checkpoints}")
+    first = train(policy, "jet_fp8_exact", tmp_path / "first", STEPS, *words)
+    check(first)
+    before, after = first.steps("actor/kl_loss")[0], first.steps("actor/kl_loss")[-1]
+    assert before == 0 < after, "the reference is the actor without its adapters"
+    (exported,) = export(checkpoints, tmp_path / "fp8", ExportOptions("fp8"))
+    assert f"{exported.digest:#018x}" == first.syncs[-1][-1]
+    resumed = train(policy, "jet_fp8_exact", tmp_path / "resumed", 2 * STEPS, *words, "trainer.resume_mode=auto")
+    check(resumed)
+    assert resumed.syncs[0][-1] == first.syncs[-1][-1]
+
+
+@pytest.mark.slow
+def test_two_ranks_under_fsdp1_agree_in_every_bit(policy, tmp_path):
+    words = (
+        *ADAPTERS,
+        *TWO_RANKS,
+        f"{ACTOR}.strategy=fsdp",
+        f"{MODEL}.target_modules=[q_proj,v_proj,o_proj,down_proj]",
+    )
+    check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *words), ranks=2)

@@ -84,7 +84,7 @@ ELSEWHERE = {
     *("rollout_ranks_of_the_heads", "layer_shard_shape"),
     *("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
     *("mixture_over_replicas", "npu", "rocm", "gpu_without_fp8", "gpu_other_than_hopper", "gpu_of_an_fp8_cache"),
-    *("no_flash_attention_3", "tensor_of_the_bucket", "mixture_as_a_teacher"),
+    *("no_flash_attention_3", "tensor_of_the_bucket", "videos", "mixture_as_a_teacher"),
 }
 """Rows that test_environment_on_cpu.py, test_attention_on_cpu.py, test_workers_on_cpu.py and
 test_verl_overrides_on_cpu.py test."""
@@ -256,11 +256,11 @@ def test_images_in_the_data_run_the_tower_and_turn_exactness_off(model, tmp_path
     assert not resolve(job(**text)).images and not resolve(job(**text, **{only_text: True})).images
     assert resolve(job(**text, **{only_text: False})).images
     assert "it has no vision tower" in refused(check_job, job(of={}))
-    assert "no job of one has run with images" in refused(check_job, job(of=KNOWN["qwen3.5-35b-a3b"]))
-    of_sections = KNOWN["qwen2.5-vl-7b"]
+    shared, of_sections = ("precision=jet_fp8", "jetrl.operations=shared"), KNOWN["qwen2.5-vl-7b"]
+    assert "no job of one has run" in refused(check_job, job(*shared, of=KNOWN["qwen3.5-35b-a3b"]))
     check_job(job(of=of_sections))
     assert "stops at a micro-batch" in refused(check_job, job(of=of_sections, **text))
-    check_job(job("precision=jet_fp8", "jetrl.operations=shared", of=of_sections, **text))
+    check_job(job(*shared, of=of_sections, **text))
 
 
 @pytest.mark.parametrize("key", ULYSSES)

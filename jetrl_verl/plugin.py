@@ -27,6 +27,7 @@ PATCHED_FOR_EVERY_PRECISION = {
         "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
     ),
     "separate_rollout": ("verl.trainer.ppo.v1.trainer_separate_async",),
+    "token_versions": ("verl.workers.rollout.llm_server",),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
     "generation": (
         "verl.workers.rollout.vllm_rollout.vllm_async_server",

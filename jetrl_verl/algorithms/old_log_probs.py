@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer's log-probabilities are compared in all 32 bits with the rollout's before each update.
 
-Compared are the tokens that the current weights sampled. Under ``jetrl.old_log_probs=compute`` verl has computed the
+Compared are the tokens that the current weights sampled. Asynchronous trainers count the others by lag: the number of
+weight syncs since the weights that sampled a token. Under ``jetrl.old_log_probs=compute`` verl has computed the
 trainer's for the whole batch, so the comparison needs no forward. Under ``rollout`` verl's bypass mode skips that
 forward: each step runs one micro-batch a rank through the actor, whose window moves with the global step, so that after
 ``ceil(sequences / window)`` steps every position has been checked, also across a resume; and ``train/tripwire.py``
@@ -21,8 +22,10 @@ from typing import Any, NoReturn
 import torch
 
 from jetrl_verl.config.job import Job
+from jetrl_verl.metrics.mismatch import by_lag, prefixed
 from jetrl_verl.patches.batch_hooks import after_failed_updates, run_after_old_log_probs
 from jetrl_verl.patches.checkpoint_tracker import steps_in
+from jetrl_verl.patches.token_versions import TOKEN_VERSIONS
 
 POLICY = "stopped_policy"
 """Folder of a checkpoint that holds the policy in Hugging Face's format alone; see ``train/tripwire.py``."""
@@ -144,15 +147,52 @@ def rows_per_rank(rollout: Any) -> int:
     return rollout.log_prob_micro_batch_size_per_gpu or 1
 
 
-def _current(trainer: Any, tag: dict) -> bool:
-    """Whether the trainer's current weights sampled the sequence with this tag.
+UNKNOWN = -1
+"""Version of a token of which nothing says what sampled it."""
 
-    verl's trainer of step n holds the weights that it sent as version n - 1, until its first update of the step; a
-    sequence states the versions that sampled its first and its last token.
+
+def versions_of(data: Any, tags: Sequence[dict], current: int) -> torch.Tensor:
+    """The version of the weights that sampled each token of the responses.
+
+    Args:
+        data: jagged ``prompts`` and ``responses``, and for sequences of several versions ``extra_fields`` (see
+            patches/token_versions.py). tags: of the sequences; they state the versions of the first and the last token.
+        current: of sequences that state none.
+
+    Returns:
+        int64 ``[tokens]``, in the order of the sequences; :data:`UNKNOWN` where nothing says it.
     """
-    versions = (None, trainer.global_steps - 1)
-    first_batch = getattr(trainer, "local_trigger_step", 0) == 0  # of several that were sampled before an update
-    return first_batch and tag.get("min_global_steps") in versions and tag.get("max_global_steps") in versions
+    versions = []
+    lengths = (data[name].offsets().diff().tolist() for name in ("prompts", "responses"))
+    for row, (tag, prompt, response) in enumerate(zip(tags, *lengths, strict=True)):
+        oldest, newest = tag.get("min_global_steps"), tag.get("max_global_steps")
+        if oldest == newest:
+            versions.append(torch.full((response,), current if oldest is None else oldest))
+            continue
+        of_row = torch.full((response,), UNKNOWN)
+        stated = data["extra_fields"][row] if "extra_fields" in data else {}
+        for first, count, version in stated.get(TOKEN_VERSIONS) or ():
+            of_row[max(0, first - prompt) : first - prompt + count] = version
+        versions.append(of_row)
+    return torch.cat(versions)
+
+
+def _holds_sampled_version(trainer: Any) -> bool:
+    """Whether old log-probabilities are those of the weights that were sent at the end of the last step.
+
+    verl's trainer of step n sent them as version n - 1. It holds them until its first update of the step; under
+    ``separate_async`` it restores them for the old log-probabilities of every later batch, but not in bypass mode.
+    """
+    first = getattr(trainer, "local_trigger_step", 0) == 0
+    return first or (_mode(trainer) == "separate_async" and not _bypasses(trainer))
+
+
+def _bypasses(trainer: Any) -> bool:
+    return bool((trainer.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
+
+
+def _mode(trainer: Any) -> str:
+    return getattr(trainer, "trainer_mode", "sync")
 
 
 @dataclass(frozen=True)
@@ -174,15 +214,20 @@ class Tripwire:
             LogProbsDiffer: a token differs in a bit under ``precision=jet_fp8_exact``.
         """
         if self.job.options.old_log_probs == "rollout":
+            if not _holds_sampled_version(trainer):
+                return {}
             data, trained, metrics = _micro_batch(trainer, batch)
         else:
-            data, metrics = _computed(trainer, batch, only_current=not self.job.exact), {}
-            trained = None if data is None else data["old_log_probs"]
-        if data is None:
-            return metrics
+            data, metrics = _computed(trainer, batch, every_token=self.job.exact and _mode(trainer) == "sync")
+            if data is None:
+                return metrics
+            trained = data["old_log_probs"]
         if self.job.images:
             data, counts = _text_of(data, trained, _placeholders(trainer.processor))
             metrics |= counts
+        sequences = len(trained.offsets()) - 1 - metrics.get(f"{_COUNTED}_image_sequences", 0)
+        if self.job.options.old_log_probs == "compute":
+            sequences = sum(bool(mask.any()) for mask in data["response_mask"].unbind())
         compared, difference = compare(data["rollout_log_probs"], trained, data)
         if difference is not None:
             if self.job.exact:
@@ -199,7 +244,7 @@ class Tripwire:
                     flush=True,
                 )
         return metrics | {
-            f"{_COUNTED}_checked_sequences": len(trained.offsets()) - 1 - metrics.get(f"{_COUNTED}_image_sequences", 0),
+            f"{_COUNTED}_checked_sequences": sequences,
             f"{_COUNTED}_checked_tokens": compared,
             f"{_COUNTED}_differing_tokens": 0 if difference is None else difference.differing,
         }
@@ -263,24 +308,56 @@ def _text_of(data: Any, trained: torch.Tensor, placeholders: list[int]) -> tuple
     }
 
 
-def _computed(trainer: Any, batch: Any, only_current: bool) -> Any | None:
-    """Both log-probabilities of the sequences, or of those that the current weights sampled; None if there are none.
+def _computed(trainer: Any, batch: Any, every_token: bool) -> tuple[Any | None, dict[str, float]]:
+    """Both log-probabilities of the sequences, and metrics by lag; None if nothing can be compared.
 
-    An exact run compares all, since its support refuses what would make an older policy sample some.
+    ``response_mask`` is 0 on tokens that other weights sampled, too. ``every_token`` keeps those: an exact run under
+    ``sync`` compares all, since its support refuses what would make an older policy sample some.
     """
     import transfer_queue
 
-    correction = trainer.config.algorithm.get("rollout_correction") or {}
-    stated = trainer.config.actor_rollout_ref.rollout.calculate_log_probs and not correction.get("bypass_mode", False)
-    keys = [
-        key
-        for key, tag in zip(batch.keys, batch.tags, strict=True)
-        if not tag.get("is_padding", False) and (not only_current or _current(trainer, tag))
+    stated = trainer.config.actor_rollout_ref.rollout.calculate_log_probs and not _bypasses(trainer)
+    sequences = [
+        (key, tag) for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)
     ]
-    if not (stated and keys):
-        return None
+    if not (stated and sequences and (every_token or _holds_sampled_version(trainer))):
+        return None, {}
+    keys, tags = zip(*sequences, strict=True)
     fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"]
-    return transfer_queue.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
+    if _mode(trainer) != "sync":
+        fields.append("extra_fields")
+    data = transfer_queue.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=fields)
+    if every_token:
+        return data, {}
+    metrics = _keep_current(trainer, data, data["old_log_probs"], tags)
+    return data, metrics if _mode(trainer) != "sync" else {}
+
+
+def _keep_current(trainer: Any, data: Any, trained: torch.Tensor, tags: Sequence[dict]) -> dict[str, float]:
+    """Metrics by lag; afterwards ``response_mask`` is 0 on tokens that other weights than the current ones sampled."""
+    mask, current = data["response_mask"], trainer.global_steps - 1
+    lags = current - versions_of(data, tags, current)
+    metrics = by_lag(trained.values(), data["rollout_log_probs"].values(), mask.values(), lags, current - UNKNOWN)
+    data["response_mask"] = torch.nested.nested_tensor_from_jagged(mask.values() * (lags == 0), mask.offsets())
+    return prefixed("rollout_corr", metrics)
+
+
+SAMPLED_NOW = "jetrl_sampled_now"
+"""Field of the sequences of an asynchronous trainer whose first update is compared: 1 on tokens of its weights."""
+
+
+def _state_sampled_now(trainer: Any, batch: Any) -> list[bool]:
+    """Write :data:`SAMPLED_NOW` of a batch for the actor; whether each sequence has such a token."""
+    import transfer_queue
+    from tensordict import TensorDict
+
+    where = dict(keys=batch.keys, partition_id=batch.partition_id)
+    data = transfer_queue.kv_batch_get(**where, select_fields=["prompts", "responses", "extra_fields"])
+    current = trainer.global_steps - 1
+    sampled = (versions_of(data, batch.tags, current) == current).long()
+    sampled = torch.nested.nested_tensor_from_jagged(sampled, data["responses"].offsets())
+    transfer_queue.kv_batch_put(**where, fields=TensorDict({SAMPLED_NOW: sampled}, batch_size=len(batch.keys)))
+    return [bool(row.any()) for row in sampled.unbind()]
 
 
 def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str, float]]:
@@ -294,12 +371,14 @@ def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str,
     real = [not tag.get("is_padding", False) for tag in batch.tags]
     ranks = workers.world_size
     a_rank = min(rows_per_rank(config.rollout), len(real) // ranks)
+    if _mode(trainer) != "sync":
+        real = list(map(all, zip(real, _state_sampled_now(trainer, batch), strict=True)))
     rows = rows_to_check(real, a_rank * ranks, trainer.global_steps)
 
     # Fetched, since results stored by key would be fields that other sequences lack.
-    data = transfer_queue.kv_batch_get(keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id)
-    kept = [name for name, value in data.items() if isinstance(value, torch.Tensor) or name == "multi_modal_inputs"]
-    data = data.select(*kept)
+    whole = transfer_queue.kv_batch_get(keys=[batch.keys[row] for row in rows], partition_id=batch.partition_id)
+    kept = [name for name, value in whole.items() if isinstance(value, torch.Tensor) or name == "multi_modal_inputs"]
+    data = whole.select(*kept)
     fields = {name: data[name] for name in ("rollout_log_probs", "response_mask", "responses")}
     tensordict_utils.assign_non_tensor(
         data,
@@ -311,7 +390,10 @@ def _micro_batch(trainer: Any, batch: Any) -> tuple[Any, torch.Tensor, dict[str,
     outputs = workers.compute_log_prob(data)
     for name, output in (("old_log_probs", "log_probs"), ("entropy", "entropy")):
         fields[name] = response_from_nested(outputs[output], data["response_mask"])
-    return data, fields["old_log_probs"], _metrics(config.actor, fields)
+    metrics = _metrics(config.actor, fields)
+    if _mode(trainer) != "sync":
+        metrics |= _keep_current(trainer, whole, fields["old_log_probs"], [batch.tags[row] for row in rows])
+    return whole, fields["old_log_probs"], metrics
 
 
 def _metrics(actor_config: Any, fields: dict[str, torch.Tensor]) -> dict[str, float]:

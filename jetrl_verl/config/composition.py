@@ -27,7 +27,7 @@ from .support.limits import PINS
 from .support.operations import NOTE_ROWS
 from .support.options import OPTION_ROWS
 from .support.row import Get, UnsupportedConfiguration, shown
-from .support.scopes import ADAPTERS, BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, VLLM
+from .support.scopes import ADAPTERS, BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, TRAINER_MODE, VLLM
 from .support.table import TABLE, inexact_because, losses, refusals, stock_because
 from .vllm_plugins import replacements
 
@@ -180,7 +180,13 @@ def _no_value(name: str, value: Any, choices: str) -> UnsupportedConfiguration:
 def _start_lines(job: Job, get: Get) -> Iterator[str]:
     """Whether the two sides agree in every bit, and what the user loses; nothing about exactness of a baseline."""
     if job.bit_equal:
-        yield "exact: log-probabilities of rollout and trainer agree in every bit, so k3_kl is 0."
+        if get(TRAINER_MODE) in (None, "sync"):
+            yield "exact: log-probabilities of rollout and trainer agree in every bit, so k3_kl is 0."
+        else:
+            yield (
+                "exact: log-probabilities of tokens that the current weights sampled agree in every bit, so "
+                "rollout_corr/lag_0/k3_kl is 0; tokens of older weights are counted by lag."
+            )
     for sentence in job.inexact:
         yield f"exactness is OFF: {sentence}"
     for sentence in losses(get, NOTE_ROWS):

@@ -35,6 +35,29 @@ def tail(log_probs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor) -> di
     return {"p999": differences.kthvalue(rank).values.item(), "max": differences.max().item()}
 
 
+def by_lag(
+    log_probs: torch.Tensor, other: torch.Tensor, mask: torch.Tensor, lags: torch.Tensor, unknown: int
+) -> dict[str, float]:
+    """How many tokens there are of each lag, and their divergence by verl's estimator of ``k3_kl``.
+
+    Args:
+        log_probs: of the trainer, ``[T]``. other: of the rollout. mask: non-zero on response tokens.
+        lags: weight syncs between the weights that sampled a token and the trainer's, int64; ``unknown`` where nothing
+            states it.
+
+    Returns:
+        ``{"lag_0/tokens": ..., "lag_0/k3_kl": ..., ...}`` with the lags that occur.
+    """
+    metrics, kept = {}, mask.bool()
+    differences, lags = (log_probs - other)[kept].double(), lags[kept]
+    divergences = differences.expm1() - differences
+    for lag in lags.unique().tolist():
+        name = "lag_unknown" if lag == unknown else f"lag_{lag}"
+        of_lag = divergences[lags == lag]
+        metrics |= {f"{name}/tokens": len(of_lag), f"{name}/k3_kl": of_lag.mean().item()}
+    return metrics
+
+
 def by_sign(acted: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> dict[str, float]:
     """Shares of the response tokens on which something acted, split by the sign of their advantage.
 

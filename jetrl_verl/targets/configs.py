@@ -17,6 +17,7 @@ from jetrl_verl.algorithms import adaptive_correction, old_log_probs
 from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.job import Job
 from jetrl_verl.metrics import hooks
+from jetrl_verl.patches import restored_weights
 from jetrl_verl.patches.after_import import when_imported
 from jetrl_verl.patches.checkpoint_tracker import TRACKER
 from jetrl_verl.rollout.arguments import vllm_arguments
@@ -40,6 +41,8 @@ def _register_engine() -> None:
     # Only processes of a worker group build engines; verl sets RANK there. Elsewhere importing vLLM would cost seconds.
     if "RANK" in os.environ:
         importlib.import_module("jetrl_verl.train.engine")
+        for patch in restored_weights.PATCHES:
+            patch.apply()
 
 
 @dataclass

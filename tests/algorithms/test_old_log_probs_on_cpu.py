@@ -5,6 +5,7 @@
 verl's own trainer methods run with the hooks; queue and actor are stand-ins.
 """
 
+import math
 import pickle
 import shlex
 
@@ -106,6 +107,7 @@ class Run:
         precision="jet_fp8_exact",
         padding=(),
         images=False,
+        mode="sync",
     ):
         from omegaconf import OmegaConf
         from transfer_queue import KVBatchMeta
@@ -123,6 +125,7 @@ class Run:
         self.ran: list[list[int]] = []
         self.saved: list[str] = []
         self.failure: Exception | None = None
+        self.extra: list[dict] = [{} for _ in LENGTHS]
         self.tags = [{"is_padding": row in padding} for row in range(len(LENGTHS))]
         monkeypatch.setattr(trainer_module.tq, "kv_batch_get", self.get)
         monkeypatch.setattr(trainer_module.tq, "kv_batch_put", self.put)
@@ -146,7 +149,7 @@ class Run:
                 "trainer": {"default_local_dir": str(folder)},
             }
         )
-        self.trainer.distillation_config = None
+        self.trainer.distillation_config, self.trainer.trainer_mode = None, mode
         self.batch = KVBatchMeta(keys=self.keys, tags=self.tags, partition_id="train")
 
     def get(self, keys, partition_id, select_fields=None):
@@ -163,6 +166,7 @@ class Run:
         data = TensorDict({name: jagged(values) for name, values in fields.items()}, batch_size=len(rows))
         for name, values in self.written.items():
             data[name] = jagged([values.unbind()[row] for row in rows])
+        data["extra_fields"] = NonTensorStack(*(self.extra[row] for row in rows))
         data["raw_prompt"] = NonTensorStack(*(f"text {row}" for row in rows))
         return data if select_fields is None else data.select(*select_fields)
 
@@ -350,6 +354,58 @@ def test_sequences_of_other_weights_are_not_compared(run, tag, compared):
     assert (metrics[f"{CHECKED}_sequences"], metrics[DIFFERING]) == (compared, compared - 7)
     job.trainer.local_trigger_step = 1  # an update has moved the weights since the sync
     assert DIFFERING not in job.step(5)
+
+
+CURRENT, OLDER = {"min_global_steps": 4, "max_global_steps": 4}, {"min_global_steps": 3, "max_global_steps": 3}
+RESUMED = {"min_global_steps": 2, "max_global_steps": 4}
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+def test_tokens_are_compared_by_the_version_that_sampled_them(run, mode):
+    """Sequence 2 has one token, 3 seven after a prompt of two: two of version 2, one of 3, four of 4."""
+    job = run("compute", mode=mode)
+    for row in range(len(LENGTHS)):
+        job.batch.tags[row].update({2: OLDER, 3: RESUMED, 5: RESUMED}.get(row, CURRENT))
+    job.extra[3] = {"token_versions": [[2, 2, 2], [4, 1, 3], [5, 4, 4]]}
+    job.flip(2, 0)
+    job.actor[3][:2] += 0.5
+    job.actor[5][0] = -9.0  # of a resumed sequence whose agent loop kept no versions
+    metrics = job.step(5)
+    assert (metrics[f"{CHECKED}_tokens"], metrics[DIFFERING]) == (30 - 1 - 3 - 3, 0)
+    assert metrics[f"{CHECKED}_sequences"] == 6
+    lags = {lag: metrics[f"rollout_corr/lag_{lag}/tokens"] for lag in (0, 1, 2, "unknown")}
+    assert lags == {0: 23, 1: 2, 2: 2, "unknown": 3}
+    assert metrics["rollout_corr/lag_0/k3_kl"] == 0
+    assert metrics["rollout_corr/lag_2/k3_kl"] == pytest.approx(math.expm1(0.5) - 0.5, rel=1e-5)
+
+    job.trainer.local_trigger_step = 1  # of these trainers one restores the weights that sampled, the other has moved
+    assert (DIFFERING in job.step(5)) == (mode == "separate_async")
+    job.trainer.local_trigger_step = 0
+    job.flip(3, 3)
+    with pytest.raises(LogProbsDiffer, match=r"response token 3 .*\(1 of 23 compared tokens differ\)"):
+        job.step(5)
+
+
+def test_a_window_of_an_asynchronous_trainer_is_of_current_tokens(run):
+    """Of the rollout's log-probabilities; sequence 3 is as above, 0 to 2 are of older weights."""
+    job = run(mode="separate_async")
+    for row in range(len(LENGTHS)):
+        job.batch.tags[row].update([OLDER, OLDER, OLDER, RESUMED, *[CURRENT] * 4][row])
+    job.extra[3] = {"token_versions": [[2, 2, 2], [4, 1, 3], [5, 4, 4]]}
+    job.flip(3, 0)
+    metrics = job.step(5)
+    assert job.ran == [[3, 4], [5, 6]]
+    assert (metrics[f"{CHECKED}_tokens"], metrics[DIFFERING]) == (4 + 4 + 3 + 6, 0)
+    assert (metrics["rollout_corr/lag_0/tokens"], metrics["rollout_corr/lag_2/tokens"]) == (17, 2)
+    of_actor = [row.tolist() for row in job.written[old_log_probs.SAMPLED_NOW].unbind()]
+    assert of_actor[2:5] == [[0], [0, 0, 0, 1, 1, 1, 1], [1] * 4]
+
+    job.trainer.local_trigger_step = 1  # the first update has moved the weights, and bypass mode restores none
+    assert job.step(5) == {} and len(job.ran) == 2
+    job.trainer.local_trigger_step = 0
+    job.flip(3, 3)
+    with pytest.raises(LogProbsDiffer, match=r"response token 3 .*\(1 of 17 compared tokens differ\)"):
+        job.step(5)
 
 
 def test_an_exact_run_stops_at_a_stale_sequence_that_its_support_did_not_refuse(run):

@@ -90,10 +90,15 @@ ABOVE = "k3_kl will be above 0"
             ],
         ),
         (
-            {"trainer.v1.trainer_mode": "colocate_async", "trainer.v1.sync.parameter_sync_step": 4},
+            {"trainer.v1.trainer_mode": "colocate_async"},
             [
-                f"OFF: trainer.v1.trainer_mode=colocate_async (samples are of an older policy); {ABOVE}. "
-                "Set trainer.v1.trainer_mode=sync.",
+                "exact: log-probabilities of tokens that the current weights sampled agree in every bit, so "
+                "rollout_corr/lag_0/k3_kl is 0; tokens of older weights are counted by lag."
+            ],
+        ),
+        (
+            {"trainer.v1.sync.parameter_sync_step": 4},
+            [
                 "OFF: trainer.v1.sync.parameter_sync_step=4 (all but the first were sampled before an update); "
                 f"{ABOVE}. Set trainer.v1.sync.parameter_sync_step=1.",
             ],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from engines import SEQUENCES, TOKENS, batch, build, quantized, sent, tokens, train
+from engines import SEQUENCES, TOKENS, batch, build, outputs, quantized, sent, tokens, train
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import nn
@@ -117,6 +117,26 @@ def images_train_and_send_the_tower(rank: int, folder: str) -> None:
         # A step is less than a BF16 place of a norm's or a bias's numbers.
         assert tower and not [name for name in still if first[name].ndim > 1], strategy
         assert all(same_on_both_ranks(second.sums[name]) for name in tower), strategy
+
+
+def restored_weights_are_those_of_the_next_pass(rank: int, folder: str) -> None:
+    """As verl's decoupled PPO saves and restores them. A pass without gradients may leave weights gathered."""
+    from verl.utils import fsdp_utils
+
+    for strategy, sharding in (("fsdp", {}), ("fsdp2", {}), ("fsdp2", {"reshard_after_forward": False})):
+        engine = build(folder, strategy=strategy, sharding=sharding)
+        number = 1 if strategy == "fsdp" else 2
+        save, load = (getattr(fsdp_utils, f"fsdp{number}_sharded_{name}_cpu") for name in ("save_to", "load_from"))
+        saved, log_probs = [], []
+        for _ in range(2):
+            state = save(engine.module)
+            saved.append(state if number == 2 else (state,))
+            log_probs.append(outputs(engine, rank))
+            train(engine, rank)
+        assert not torch.equal(*log_probs), "the step moved nothing"
+        for version in (0, 1, 0):
+            load(engine.module, *saved[version])
+            assert torch.equal(outputs(engine, rank), log_probs[version]), (strategy, sharding, version)
 
 
 def replicas_send_the_same_weights(rank: int, folder: str) -> None:
@@ -296,6 +316,10 @@ def test_fsdp1_takes_the_same_steps(family, tmp_path, cpu_platform):
 def test_images_train_and_send_the_tower(tmp_path, cpu_platform):
     tiny_model("qwen3_vl").save_pretrained(tmp_path)
     run_in_two_processes(images_train_and_send_the_tower, str(tmp_path))
+
+
+def test_restored_weights_are_those_of_the_next_pass(folders, cpu_platform):
+    run_in_two_processes(restored_weights_are_those_of_the_next_pass, folders[0])
 
 
 def test_replicas_send_the_same_weights(folders, cpu_platform):

@@ -70,6 +70,20 @@ def test_a_difference_stops_the_first_update_after_each_sampled_batch(engine):
     assert (difference.differing, difference.compared) == (1, 3)
 
 
+def test_tokens_of_older_weights_are_not_compared(engine):
+    from jetrl_verl.algorithms.old_log_probs import SAMPLED_NOW, LogProbsDiffer
+
+    engine.data[SAMPLED_NOW] = jagged([0, 0, 1], [1])
+    engine.trained[0][0] = -9.0
+    engine.infer()
+    assert engine.update() == "group" and engine.data["response_mask"].values().tolist() == [1, 0, 1, 1]
+    engine.trained[0][2] = -2.0
+    engine.infer()
+    with pytest.raises(LogProbsDiffer) as raised:
+        engine.update()
+    assert (raised.value.args[0].token, raised.value.args[0].compared) == (2, 2)
+
+
 def test_a_rank_without_a_difference_raises_that_of_another(engine):
     from jetrl_verl.algorithms.old_log_probs import LogProbsDiffer
 

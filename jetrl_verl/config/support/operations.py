@@ -7,7 +7,7 @@ excludes, the two classes of docs/architecture.md, "Zero mismatch", and those th
 from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED
 
 from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, TRAINER_MODE, VLLM
+from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
 _PROCESSED = other_than("processed_logprobs")
 _NO_POLICY = Values("0 or below", lambda value: value is not None and float(value) <= 0, "1")
@@ -98,12 +98,6 @@ EXACT_ROWS: dict[str, Row] = {
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
         scope=EXACT,
         loses="nothing compares the two sides",
-    ),
-    "exact_stale_samples": Row(
-        "samples of an older policy",
-        "samples are of an older policy",
-        {TRAINER_MODE: other_than("sync")},
-        scope=EXACT,
     ),
     "exact_agent_loops": Row(
         "agent loops of your own",

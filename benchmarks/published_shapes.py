@@ -395,6 +395,9 @@ def write_model(
     torch.manual_seed(seed)
     with torch.device(device):
         model = automatic.from_config(config, dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # transformers' decay of 0 has no logarithm
+            parameter.data.clamp_(min=-10)
     if ends:
         # Words only: a special token may be part of a prompt.
         model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(ends - 1, published.words, ends)]

@@ -501,7 +501,7 @@ def triton_gated_delta_rule_backward(
             **_OF_CHUNKS,
         )
         _queries_and_keys_kernel[(chunks, keys)](qkv, places, norms, r, dy, dq_k, dk_k, dqkv, *sizes, **_OF_CHUNKS)
-    da_log, ddt_bias = of_heads.sum(0).unbind(1)
+    da_log, ddt_bias = (x.sum(0) for x in of_heads.unbind(2))
     return dqkv, db, da, da_log, ddt_bias
 
 

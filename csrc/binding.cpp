@@ -15,6 +15,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <string>
@@ -400,6 +401,75 @@ void decode_attention_bf16(const Tensor& q, const Tensor& keys, const Tensor& va
   jetrl::decode_attention_bf16(call, pages, device.stream);
 }
 
+template <class Element>
+Element* contiguous(const char* name, const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape) {
+  bool fits = on_device(tensor) && tensor.scalar_type() == type && tensor.dim() == int64_t(shape.size()) &&
+              tensor.is_contiguous() && starts_on_16_bytes(tensor);
+  int dimension = 0;
+  for (const int64_t size : shape) fits = fits && tensor.size(dimension++) == size;
+  STD_TORCH_CHECK(fits, "jetrl_native: ", name, " of a delta rule has another type, shape or place than the kernel "
+                  "reads; see csrc/gemm.h.");
+  return static_cast<Element*>(tensor.data_ptr());
+}
+
+int64_t rows_of_heads(const char* name, const Tensor& rows, int64_t tokens, int64_t heads) {
+  STD_TORCH_CHECK(on_device(rows) && rows.scalar_type() == ScalarType::Float && rows.dim() == 2 &&
+                      rows.size(0) == tokens && rows.size(1) == heads && (heads == 1 || rows.stride(1) == 1),
+                  "jetrl_native: ", name, " of a delta rule must be FP32, a number for each token and value head.");
+  return rows.stride(0);
+}
+
+void delta_rule(const Tensor& qkv, const Tensor& b, const Tensor& a, const Tensor& a_log, const Tensor& dt_bias,
+                const std::optional<Tensor>& states, const std::optional<Tensor>& slots,
+                const std::optional<Tensor>& computed, const Tensor& cu_seqlens, const std::optional<Tensor>& factors,
+                const Tensor& out) {
+  const Device device(qkv);
+  constexpr int64_t kHead = 128;
+  STD_TORCH_CHECK(qkv.dim() == 2 && b.dim() == 2 && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
+                  "jetrl_native: a delta rule has qkv and b of two dimensions, and boundaries of sequences.");
+  const int64_t tokens = qkv.size(0), heads = b.size(1), keys = (qkv.size(1) / kHead - heads) / 2;
+  const int64_t sequences = cu_seqlens.size(0) - 1;
+  STD_TORCH_CHECK(heads > 0 && keys > 0 && qkv.size(1) == (2 * keys + heads) * kHead && heads % keys == 0,
+                  "jetrl_native: qkv of a delta rule must have heads of 128, as many values for each key.");
+  jetrl::DeltaRule call{contiguous<const uint16_t>("qkv", qkv, ScalarType::BFloat16, {tokens, qkv.size(1)}),
+                        static_cast<const float*>(b.data_ptr()),
+                        static_cast<const float*>(a.data_ptr()),
+                        contiguous<const float>("a_log", a_log, ScalarType::Float, {heads}),
+                        contiguous<const uint16_t>("dt_bias", dt_bias, ScalarType::BFloat16, {heads}),
+                        nullptr,
+                        nullptr,
+                        nullptr,
+                        contiguous<const int32_t>("cu_seqlens", cu_seqlens, ScalarType::Int, {sequences + 1}),
+                        contiguous<uint16_t>("out", out, ScalarType::BFloat16, {tokens, heads, kHead}),
+                        nullptr,
+                        rows_of_heads("b", b, tokens, heads),
+                        rows_of_heads("a", a, tokens, heads),
+                        0,
+                        0,
+                        narrow(tokens),
+                        int(sequences),
+                        narrow(keys),
+                        narrow(heads)};
+  narrow((sequences + 1) * heads * 4);  // blocks
+  if (factors.has_value()) {
+    call.factors = contiguous<float>("factors", *factors, ScalarType::Float, {5, tokens, heads});
+  }
+  if (states.has_value()) {
+    STD_TORCH_CHECK(on_device(*states) && states->dim() == 4 && states->scalar_type() == ScalarType::Float &&
+                        states->size(1) == heads && states->size(2) == kHead && states->size(3) == kHead &&
+                        states->stride(3) == 1 && states->stride(2) == kHead && states->stride(1) % 4 == 0 &&
+                        states->stride(0) % 4 == 0 && starts_on_16_bytes(*states),
+                    "jetrl_native: states of a delta rule must be FP32 [slots, heads, 128, 128], each head's contiguous "
+                    "and on a multiple of 16 bytes.");
+    STD_TORCH_CHECK(slots.has_value() && computed.has_value(), "jetrl_native: states need slots and computed tokens.");
+    call.states = static_cast<float*>(states->data_ptr());
+    call.stride_slot = states->stride(0), call.stride_head = states->stride(1);
+    call.slots = contiguous<const int32_t>("slots", *slots, ScalarType::Int, {sequences});
+    call.computed = contiguous<const int32_t>("computed", *computed, ScalarType::Int, {sequences});
+  }
+  jetrl::delta_rule(call, device.stream);
+}
+
 void declare(torch::stable::detail::StableLibrary& library) {
   const char* forward_schema =
       "(Tensor x, Tensor x_scales, Tensor w, Tensor w_scales, Tensor? bias, Tensor(a!) y, int block, int cluster";
@@ -428,6 +498,9 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "decode_attention_bf16(Tensor q, Tensor keys, Tensor values, Tensor lengths, Tensor block_table, float scale, "
       "Tensor(a!) out, int cluster) -> ()");
   library.def(
+      "delta_rule(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor(a!)? states, Tensor? slots, "
+      "Tensor? computed, Tensor cu_seqlens, Tensor(b!)? factors, Tensor(c!) out) -> ()");
+  library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "
       "Tensor(g!) dup_columns, Tensor(h!) dup_column_scales, bool pow2) -> ()");
@@ -444,6 +517,7 @@ void implement(torch::stable::detail::StableLibrary& library) {
   library.impl("relayout", TORCH_BOX(&relayout));
   library.impl("transpose", TORCH_BOX(&transpose));
   library.impl("silu_mul_backward", TORCH_BOX(&silu_mul_backward));
+  library.impl("delta_rule", TORCH_BOX(&delta_rule));
   library.impl("decode_attention", TORCH_BOX(&decode_attention));
   library.impl("decode_attention_bf16", TORCH_BOX(&decode_attention_bf16));
 }

@@ -419,6 +419,17 @@ JETRL_DEVICE float reciprocal_about(float x) {
   return r;
 }
 
+// `a` where `condition` is not 0, else `b`; the compiler may branch on a conditional expression.
+JETRL_DEVICE float choose(int condition, float a, float b) {
+  float chosen;
+  asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}" : "=f"(chosen) : "f"(a), "f"(b), "r"(condition));
+  return chosen;
+}
+
+// 1 / x and 1 / the root of x, each operation rounded to nearest.
+JETRL_DEVICE float reciprocal(float x) { return __frcp_rn(x); }
+JETRL_DEVICE float reciprocal_root(float x) { return __frcp_rn(__fsqrt_rn(x)); }
+
 // 2^x within two units in the last place; 0 where that is subnormal.
 JETRL_DEVICE float exp2_about(float x) {
   float power;
@@ -445,8 +456,12 @@ JETRL_DEVICE uint32_t shuffle_xor(uint32_t value, int mask) { return __shfl_xor_
 // By a whole warp: the value of lane `lane`, of the lane `step` before (its own value where there is none), the number
 // of lanes with true.
 JETRL_DEVICE int shuffle(int value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
+JETRL_DEVICE float shuffle(float value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 JETRL_DEVICE int shuffle_up(int value, int step) { return __shfl_up_sync(0xffffffffu, value, step); }
 JETRL_DEVICE int count_true(bool value) { return __popc(__ballot_sync(0xffffffffu, value)); }
+
+// Brings the 32 bytes at `from` into the L2 cache.
+JETRL_DEVICE void prefetch_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 // 16 bytes that nothing writes while the kernel runs.
 JETRL_DEVICE uint4 load_16(const uint16_t* from) { return __ldg(reinterpret_cast<const uint4*>(from)); }

@@ -5,6 +5,7 @@ have the same bits.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from jetrl_verl.formats.catalog import UNQUANTIZED, traits_of
 
@@ -18,6 +19,11 @@ IN_TRITON = (
     f"WGrad runs in Triton at {WGRAD_IN_TRITON} of BF16's speed, and all products of a mixture's experts run there"
 )
 """The price for FP8 training."""
+
+
+def in_this_package() -> bool:
+    """Whether the driver's package has the kernels."""
+    return (Path(__file__).parents[1] / "kernels" / "libjetrl_sm90.so").is_file()
 
 
 def price(options: JetConfig) -> str:

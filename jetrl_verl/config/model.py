@@ -15,6 +15,7 @@ from jetrl_verl.formats.catalog import UNQUANTIZED, CacheTraits, traits_of
 from jetrl_verl.inputs import load_json, reading
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
+from . import hopper_kernels
 from .installed import on_cpu
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import (
@@ -221,6 +222,7 @@ def check_models(job: "Job", get: Get) -> None:
         if job.shared:
             for words in replacements(model.config):
                 refuse("vllm_plugins", **words)
+            check_kernels(model)
         if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
             raise UnsupportedConfiguration(message)
         if on_cpu():
@@ -380,6 +382,14 @@ def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
         what = f"{key}={ranks} with the model {model.path}"
         remedy = f"Set {key} to a divisor of both, or of the heads and a multiple of the key heads"
         refuse("ulysses_of_the_heads", precision=job.options.precision, what=what, why=why, remedy=remedy)
+
+
+def check_kernels(model: ModelFiles) -> None:
+    """Refuse a model with an operation that only the Hopper kernels compute, where the driver's package lacks them."""
+    from jetrl_verl.models import family
+
+    if family(model.config).delta_net is not None and not on_cpu() and not hopper_kernels.in_this_package():
+        refuse("delta_net_without_kernels", what=f"the model {model.path}, of which most layers are delta nets,")
 
 
 def check_attention(model: ModelFiles, node: str = MODEL) -> None:

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which implementation of an operation runs where: the mechanism. An operation's own file declares its backends.
 
-The first backend of a platform that supports a call computes it; the last one supports every call. Backends of an
-operation agree in every bit (tests/kernels, on a GPU), unless it says otherwise. ``reference`` is
-:mod:`jetrl_verl.reference` or CPU code of the operation's file; ``composed`` calls other operations. Without ``sm90``,
-vLLM computes the operation on a GPU. GPUs other than Hopper get the last backend of ``sm90``, untested, with a line on
-stderr.
+The first backend of a platform that supports a call computes it; the last one supports every call, unless it is
+``native`` (``NATIVE_ALONE``), which needs the library of csrc/. Backends of an operation agree in every bit
+(tests/kernels, on a GPU), unless it says otherwise. ``reference`` is :mod:`jetrl_verl.reference` or CPU code of the
+operation's file; ``composed`` calls other operations. Without ``sm90``, vLLM computes the operation on a GPU. GPUs
+other than Hopper get the last backend of ``sm90``, untested, with a line on stderr.
 """
 
 import sys
@@ -27,6 +27,7 @@ Backends = dict[str, tuple[str, ...]]
 CPU_ALONE: Backends = {"cpu": ("reference",)}
 TRITON: Backends = {"cpu": ("reference",), "sm90": ("triton",)}
 NATIVE: Backends = {"cpu": ("reference",), "sm90": ("native", "triton")}
+NATIVE_ALONE: Backends = {"cpu": ("reference",), "sm90": ("native",)}
 COMPOSED: Backends = {"cpu": ("composed",), "sm90": ("composed",)}
 
 
@@ -158,7 +159,8 @@ def _checked(operation: str, backend: str, *call, **options):
         given = ", ".join(map(_described, call))
         missing = f" ({reason})" if (reason := unavailable(backend)) else ""
         last = OPERATIONS[operation].backends["sm90"][-1]
-        raise ValueError(f"{backend} does not support {operation} of {given}{missing}; use backend {last}.")
+        remedy = "no other backend computes it" if last == backend else f"use backend {last}"
+        raise ValueError(f"{backend} does not support {operation} of {given}{missing}; {remedy}.")
     return run(*call, **options)
 
 

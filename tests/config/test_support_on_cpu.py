@@ -15,11 +15,21 @@ from test_refusals_on_cpu import SENTENCE, changed
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, composition, environment, resolve, vllm_plugins
+from jetrl_verl.config import (
+    JetConfig,
+    Job,
+    UnsupportedConfiguration,
+    composition,
+    environment,
+    hopper_kernels,
+    resolve,
+    vllm_plugins,
+)
 from jetrl_verl.config import model as model_module
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.model import (
     cache_message,
+    check_kernels,
     check_model,
     check_models,
     check_ulysses,
@@ -91,7 +101,7 @@ test_verl_overrides_on_cpu.py test."""
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
-    *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower"),
+    *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower", "delta_net_without_kernels"),
     *("exact_images", "vision_tower", "images_of_text_models", "images_of_mixtures", "text_of_stock_operations"),
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
     *("place_of_adapter", "kind_of_adapter"),
@@ -185,6 +195,16 @@ def test_a_fork_without_the_patched_function_is_refused(monkeypatch):
     message = refused(environment.check_patches, Job(OPTIONS))
     assert needed.replaces in message
     assert message.endswith(f" Set up {needed.pinned}, or precision=bf16.")
+
+
+def test_delta_nets_without_the_hopper_kernels_are_refused(model, monkeypatch):
+    path = model(HYBRID)
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(hopper_kernels, "in_this_package", lambda: True)
+    check_kernels(read_model(path))
+    monkeypatch.setattr(hopper_kernels, "in_this_package", lambda: False)
+    assert "`make wheel` builds a package with them" in refused(check_kernels, read_model(path))
+    check_kernels(read_model(model({})))
 
 
 def test_fused_kernels_of_a_padded_vocabulary_are_refused(model, monkeypatch):

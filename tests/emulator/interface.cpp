@@ -25,6 +25,7 @@ __attribute__((weak)) void transpose_128x128(const Operand&, int, const Transpos
 __attribute__((weak)) void silu_mul_backward(const Bf16Rows&, const Bf16Rows&, const Bf16Rows&, int, int, bool,
                                              const QuantizedBothWays&, const QuantizedBothWays&, Stream);
 __attribute__((weak)) void decode_attention(const DecodeAttention&, const void*, Stream);
+__attribute__((weak)) void delta_rule(const DeltaRule&, Stream);
 __attribute__((weak)) void decode_attention_bf16(const DecodeAttention&, const Bf16Pages&, Stream);
 }  // namespace jetrl
 

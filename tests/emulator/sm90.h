@@ -189,6 +189,10 @@ inline float larger_magnitude(float a, float b) {
   return std::fmax(a, std::fabs(b));
 }
 inline float reciprocal_about(float x) { return 1.0f / x; }
+inline float choose(int condition, float a, float b) { return condition ? a : b; }
+inline float reciprocal(float x) { return 1.0f / x; }
+inline float reciprocal_root(float x) { return 1.0f / std::sqrt(x); }
+inline void prefetch_l2(const void*) {}
 inline float without_subnormals(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 inline float exp2_about(float x) { return without_subnormals(float(std::exp2(double(x)))); }
 inline uint32_t larger_pair(uint32_t a, uint32_t b) {
@@ -202,6 +206,7 @@ inline int shuffle_up(int value, int step) {
 }
 inline uint32_t shuffle_xor(uint32_t value, int mask) { return exchange(value, own_lane() ^ mask); }
 inline float shuffle_xor(float value, int mask) { return float_of(shuffle_xor(bits_of(value), mask)); }
+inline float shuffle(float value, int lane) { return float_of(exchange(bits_of(value), lane)); }
 inline float multiply(float a, float b) { return a * b; }
 inline float multiply_add(float a, float b, float c) { return std::fmaf(a, b, c); }
 inline float add(float a, float b) { return a + b; }

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import native_emulator
 import torch
 from native_emulator import experts_operand, operands, silu_operands
+from tensors import packed
+from test_delta_net_on_cpu import inputs as delta_inputs
 
 from jetrl_verl import kernels, reference
 from jetrl_verl.reference import BLOCK
@@ -47,6 +49,12 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
     elif operator == "decode_attention_bf16":
         arguments = decode_call_bf16() | {"cluster": 1}
         results = {"out": arguments.pop("out")}
+    elif operator == "delta_rule":
+        qkv, b, a, _, _, a_log, dt_bias, _ = delta_inputs(3)
+        arguments = dict(qkv=qkv, b=b, a=a, a_log=a_log, dt_bias=dt_bias.bfloat16(), cu_seqlens=packed(2, 1))
+        arguments |= dict(slots=torch.tensor([1, -1], dtype=torch.int32), computed=torch.zeros(2, dtype=torch.int32))
+        results = {"states": torch.full((2, 4, BLOCK, BLOCK), torch.nan), "factors": torch.full((5, 3, 4), torch.nan)}
+        results |= {"out": torch.full((3, 4, BLOCK), torch.nan).bfloat16()}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}
         results = {"out": fresh(272, BLOCK), "out_scales": fresh(1, 272, torch.float32)}
@@ -284,6 +292,23 @@ REFUSED = [
     *of_dense("relayout", "out_scales", "the scales of the transpose", "FP32 values"),
     *of_dense("transpose", "out", "the transpose", "bytes"),
     *of_dense("transpose", "out_scales", "the scales of the transpose", "FP32 values"),
+    *(
+        ("delta_rule", argument, change, f"{argument} of a delta rule has another type, shape or place")
+        for argument in ("qkv", "out")
+        for change in (of_type(torch.float16), shifted)
+    ),
+    ("delta_rule", "out", lambda x: x[:2], "out of a delta rule has another type, shape or place"),
+    *(
+        ("delta_rule", argument, of_type(torch.int64), f"{argument} of a delta rule has another type")
+        for argument in ("a_log", "dt_bias", "slots", "computed", "cu_seqlens", "factors")
+    ),
+    *(("delta_rule", "a", change, "a of a delta rule must be FP32") for change in (spread, of_type(torch.bfloat16))),
+    *(
+        ("delta_rule", "states", change, "each head's contiguous")
+        for change in (shifted, of_type(torch.bfloat16), lambda x: x.mT, lambda x: x[:, :2])
+    ),
+    ("delta_rule", "slots", lambda _: None, "states need slots and computed tokens"),
+    ("delta_rule", "qkv", rows_of(640), "as many values for each key"),
     ("silu_mul_backward", "dy", rows_of(200), "gradients of 200 columns are not whole groups of 128"),
     ("silu_mul_backward", "dy", lambda x: x[:0], "a dimension of 0 is not supported"),
     *(

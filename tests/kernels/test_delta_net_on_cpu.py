@@ -42,8 +42,8 @@ def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths
     taps, a_log, dt_bias, weight = of_model
     slots = generator.sample(range(12), len(lengths))
     conv, state = torch.full((12, COLUMNS, 3), torch.nan).bfloat16().mT, torch.full((12, HEADS, 128, 128), torch.nan)
-    if strided:  # a page holds more than the state, whose last two dimensions are exchanged
-        state = torch.full((12, HEADS, 130, 128), torch.nan)[:, :, :128].mT
+    if strided:  # a page holds more than the state
+        state = torch.full((12, HEADS, 130, 128), torch.nan)[:, :, :128]
     else:
         conv = conv.contiguous()
     conv, state = conv.to(device), state.to(device)

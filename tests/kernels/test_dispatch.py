@@ -37,11 +37,18 @@ def test_every_operation_has_a_backend_on_the_cpu_and_on_hopper():
 
 def test_the_last_backend_of_an_entry_supports_every_call():
     for operation, row in ROWS.items():
+        if row == dispatch.NATIVE_ALONE:
+            continue
         attention = {"flash_attention_3", "flash_attention_2", "sdpa"}
         own = attention if "attention" in operation else {"triton", "composed"}
         for names in row.values():
             assert names[-1] in {"reference"} | own
             assert dispatch.supports(operation, names[-1])
+
+
+def test_the_delta_rule_alone_has_no_backend_without_the_native_kernels():
+    names = {operation for operation, row in ROWS.items() if row == dispatch.NATIVE_ALONE}
+    assert names == {"gated_delta_rule", "gated_delta_rule_update"}
 
 
 def test_backends_that_differ_in_the_last_bit_are_listed():

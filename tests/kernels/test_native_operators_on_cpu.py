@@ -26,6 +26,9 @@ from native_calls import (
 )
 from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
 from slow import slow
+from tensors import packed
+from test_delta_net_on_cpu import HEADS, check_cuts
+from test_delta_net_on_cpu import inputs as delta_inputs
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
@@ -281,3 +284,45 @@ def test_supported_random_calls_are_computed_and_others_raise(drawn, seed):
         for one, other in zip(flattened(call()), want, strict=True):
             assert one.dtype == other.dtype and torch.equal(one.double(), other.double())
     assert 15 <= supported_calls <= 135
+
+
+# --- gated delta rule -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def delta_rule():
+    override = dispatch.override_backend
+    with override("gated_delta_rule", "native"), override("gated_delta_rule_update", "native"):
+        yield
+
+
+@pytest.mark.usefixtures("delta_rule")
+@pytest.mark.parametrize("strided", [False, slow(True)])
+def test_every_cut_of_a_sequence_has_the_bits_of_the_whole(strided):
+    """What a token's blocks share is computed apart for whole sequences, and by each block for the shorter steps."""
+    check_cuts(1, 4, strided, lengths=(3, 1, 9))
+
+
+@pytest.mark.parametrize("lengths", [(21,), (1, 2, 0, 3)])
+def test_the_delta_rule_is_the_references(lengths):
+    """Random states, of which one is not read; a padded request; tokens after the last one."""
+    qkv, b, a, _, _, a_log, dt_bias, _ = delta_inputs(sum(lengths) + 2)
+    states, slots = torch.randn(6, HEADS, 128, 128), torch.tensor([4, -1, 0, 2][: len(lengths)], dtype=torch.int32)
+    call = slots, torch.tensor([7, 1, 2, 0][: len(lengths)], dtype=torch.int32), packed(*lengths)
+    got, want = states.clone(), states.clone()
+    outputs = [
+        dispatch.implementation("gated_delta_rule_update", backend)(qkv, b, a, a_log, dt_bias, target, *call)
+        for backend, target in (("native", got), ("reference", want))
+    ]
+    for x, y in (outputs, (got, want)):
+        assert (x.float() - y.float()).norm() <= 2**-8 * y.float().norm()
+    assert (outputs[0][-2:] == 0).all() and torch.equal(got[5], states[5])
+    assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+def test_states_of_another_layout_have_no_backend():
+    names = "qkv b a a_log dt_bias states slots computed cu_seqlens"
+    call = [arguments_of("delta_rule")[0][name] for name in names.split()]
+    call[5] = call[5].mT
+    with pytest.raises(ValueError, match="no other backend computes it"):
+        dispatch.implementation("gated_delta_rule_update", "native")(*call)

@@ -16,7 +16,6 @@ from jetrl_verl.kernels.logits import MANY_ROWS, ROUTER_TILES
 from jetrl_verl.kernels.logits import TILES as TILES_OF_LOGITS
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM
 
-rule = module("gated_delta_rule")
 ATOMICS = re.compile(r"\b(atom|red)\.")
 E4M3 = {"a_ptr": "*fp8e4nv", "b_ptr": "*fp8e4nv", "dy_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv"}
 
@@ -250,24 +249,6 @@ def test_combine_rounds_the_sum_of_each_rank_in_registers(ranks):
     assert rounded == 8 * (ranks + (ranks > 1)), "of eight elements a thread"
     assert ptx.count("add.f32") + in_bf16 == 8 * (7 * ranks + ranks - 1)
     assert not re.search(r"\b(atom|red|bar)\.", ptx)
-
-
-def test_a_token_of_the_delta_rule_waits_for_no_other_warp():
-    """Sums over keys are in a thread and between eight lanes, in one order whatever the values of a thread."""
-    of_rule, lanes = {"words_ptr": "*i64", "slots_ptr": "*i32"}, []
-    for shared, neighbors in rule._MOST_REGISTERS:
-        constants = {"SHARED": shared, "PAIRED": neighbors == 2, "NEIGHBORS": neighbors, **rule._LAYOUT}
-        types = of_rule | {"states_ptr": "*i64" if neighbors == 2 else "*fp32"}
-        ptx = ptx_of("gated_delta_rule._rule_kernel", constants, types=types, num_warps=4)
-        assert not re.search(r"\bbar\.sync|\.shared\b", ptx)
-        lanes.append(ptx.count("shfl.sync.bfly"))
-        if shared:  # products of 16 keys a value and sum: four chains of one product and three fused ones
-            assert ptx.count("fma.rn.f32") == neighbors * (2 * 12 + 16) + 2 * neighbors and ptx.count("ex2.approx") == 0
-    # Of two sums in each value, three steps of lanes; of both norms and their product.
-    assert lanes == [12, 24, 12 + 9]
-    shared = {"HEADS": 2, "TOKENS": rule._TOKENS} | {name: rule._LAYOUT[name] for name in ("LANES", "WARPS", "WORDS")}
-    ptx = ptx_of("gated_delta_rule._shared_kernel", shared, types=of_rule, num_warps=4)
-    assert ptx.count("shfl.sync.bfly") == 9
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,11 @@ MODEL_ROWS: dict[str, Row] = {
     "delta_net_shape": Row(
         "a delta net with heads other than 128, or after a convolution of another width than 4", scope=SHARED
     ),
+    "delta_net_without_kernels": Row(
+        "a delta net without the package's Hopper kernels",
+        "its recurrence runs on a GPU in them alone; `make wheel` builds a package with them where there is an nvcc",
+        scope=SHARED,
+    ),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
     "partial_rotary": Row("partly rotated heads of other families than Qwen3.5", scope=SHARED),
     "activation": Row("an activation other than SiLU", scope=SHARED),

@@ -5,7 +5,7 @@
 import triton.language as tl
 
 from jetrl_verl.kernels.device.e4m3 import high_half, low_half
-from jetrl_verl.kernels.device.launch import INTERPRETED, jit
+from jetrl_verl.kernels.device.launch import jit
 
 
 @jit
@@ -28,12 +28,3 @@ def numbers_of(words):
     """FP32 values of the four BF16 numbers of int64 words, the first in the lowest bits."""
     low, high = words.to(tl.int32), (words >> 32).to(tl.int32)
     return low_half(low), high_half(low), low_half(high), high_half(high)
-
-
-@jit
-def prefetch(ptr):
-    """Bring what the pointers point at into the L2 cache."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [ptr.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )

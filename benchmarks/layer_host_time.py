@@ -30,6 +30,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from jetrl_verl.kernels import dispatch, native, vllm_kernels
+from jetrl_verl.kernels.recomputation import layer_contexts
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.checkpointing import checkpoint
 from jetrl_verl.nn.linear import JetLinear
@@ -205,10 +207,10 @@ def make(row: str, config: Qwen3Config, fsdp: str) -> Qwen3ForCausalLM:
 
         register()
         model.config._attn_implementation = "jetrl_varlen"
-    if checkpointing == "selective":
-        checkpoint(model)
-    elif not checkpointing:
+    if precision == "bf16":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif checkpointing != "none":
+        checkpoint(model, partial(layer_contexts, checkpointing == "selective"))
     if fsdp:
         shard(model, fsdp)
     return model.train()

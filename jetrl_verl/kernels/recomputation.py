@@ -40,7 +40,8 @@ def computed_once(function: Callable, *operands: Any) -> Any:
 
 
 def last_of_layer() -> None:
-    """Say that the layer only adds its next result to the residual: no gradient reads it, so its memory is not kept."""
+    """Say that the layer only adds its next result to the residual: no gradient reads it, so it is neither kept nor
+    computed again, where it is a single tensor."""
     if (part := _RUNNING.part) is not None:
         part.last = True
 
@@ -49,7 +50,7 @@ class _Part:
     """Context of a layer's forward or recomputation.
 
     Attributes:
-        results: of the layer in the order of its forward: the function and what it returned.
+        results: of the layer in the order of its forward: a function, and its result or None if that is not kept.
         last: see :func:`last_of_layer`.
     """
 
@@ -66,12 +67,20 @@ class _Part:
 
 
 class LayerForward(_Part):
-    """Keeps results."""
+    """Keeps results if it has ``room``."""
+
+    def __init__(self, results: deque[tuple[Callable, Any]], room: bool) -> None:
+        super().__init__(results)
+        self.room = room
 
     def compute(self, function: Callable, operands: tuple) -> Any:
         result = function(*operands)
         change = _without_memory if self.last else torch.Tensor.detach  # an output holds the graph, which holds this
-        kept = (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
+        kept = None
+        if isinstance(result, torch.Tensor):
+            kept = change(result) if self.room or self.last else None
+        elif self.room:
+            kept = change(result[0]), *result[1:]
         self.results.append((function, kept))
         return result
 
@@ -82,23 +91,24 @@ class LayerForward(_Part):
 
 
 class LayerRecomputation(_Part):
-    """Gives each result back, once."""
+    """Gives each kept result back, once."""
 
     def compute(self, function: Callable, operands: tuple) -> Any:
         expected, result = self.results.popleft() if self.results else (None, None)
         if expected != function:
-            computed = "another one" if expected else "none, or an earlier backward took it"
+            other = "another one" if expected else "none, or an earlier backward took it"
             raise RuntimeError(
                 f"the recomputation of a layer asks for the result of {getattr(function, '__qualname__', function)} "
-                f"where its forward kept {computed}, so gradients would be wrong. Set jetrl.checkpointing=full."
+                f"where its forward had {other}, so gradients would be wrong. Run one backward for each forward, or "
+                "set actor_rollout_ref.model.enable_gradient_checkpointing=False."
             )
-        return result
+        return function(*operands) if result is None else result
 
 
-def selective_contexts() -> tuple[LayerForward, LayerRecomputation]:
-    """``context_fn`` of ``torch.utils.checkpoint``, for one layer."""
+def layer_contexts(room: bool) -> tuple[LayerForward, LayerRecomputation]:
+    """Contexts of one layer for ``torch.utils.checkpoint``; the layer keeps results if it has ``room``."""
     results: deque[tuple[Callable, Any]] = deque()
-    return LayerForward(results), LayerRecomputation(results)
+    return LayerForward(results, room), LayerRecomputation(results)
 
 
 def _without_memory(x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,6 @@
 (``jetrl.checkpointing``, kernels/recomputation.py). Ranks choose apart: no bit and no exchange depends on it."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from jetrl_verl import models
 from jetrl_verl.kernels.by_reference import keep, kept
-from jetrl_verl.kernels.recomputation import LayerForward, computed_once, selective_contexts
+from jetrl_verl.kernels.recomputation import LayerForward, LayerRecomputation, computed_once, layer_contexts
 from jetrl_verl.kernels.views import as_rows
 
 MARGIN = 0.1
@@ -45,11 +44,11 @@ def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     return _Linear.apply(input, self.weight, self.bias)
 
 
-def checkpoint(model: nn.Module, context_fn: Callable = selective_contexts) -> None:
-    """Let the decoder layers of ``model``, whose operations are shared, keep results for their recomputation.
+def checkpoint(model: nn.Module, context_fn: Callable[[], tuple[LayerForward, LayerRecomputation]]) -> None:
+    """Recompute the decoder layers of ``model``, whose operations are shared.
 
     Args:
-        context_fn: of ``torch.utils.checkpoint``.
+        context_fn: called for each layer of a forward; gives its :func:`layer_contexts`.
     """
     for layer, _ in models.family(model.config).named_layers(model):
         for module in layer.modules():
@@ -103,14 +102,12 @@ class Room:
             gradients, before, tokens = self._measured
             self._need[gradients], self._measured = (self._memory()[1] - before, tokens), None
 
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """``context_fn`` of the next layer."""
+    def contexts(self) -> tuple[LayerForward, LayerRecomputation]:
+        """``context_fn`` of :func:`checkpoint`."""
         if self._layer is not None:
             size = self._layer.nbytes
             self._bytes_per_token = max(self._bytes_per_token, size / self._tokens)
             self.left -= size
             self._layer = None
-        if self.left <= self._bytes_per_token * self._tokens:
-            return nullcontext(), nullcontext()
-        self._layer, recomputation = selective_contexts()
+        self._layer, recomputation = layer_contexts(self.left > self._bytes_per_token * self._tokens)
         return self._layer, recomputation

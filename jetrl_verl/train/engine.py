@@ -51,7 +51,7 @@ def features_of(config: JetFSDPEngineConfig) -> list[type[Feature]]:
         (MergedAdapters, config.quantized_linears or config.shared_operations),
         (GatheredOnce, options.gathered == "batch"),
         (SharedOperations, config.shared_operations),  # its norms hand over to the linears of QuantizedLinears
-        (Checkpointing, config.shared_operations and options.checkpointing != "full"),  # of layers with them
+        (Checkpointing, config.shared_operations),  # of layers that have them
         (MaskedVocabulary, config.jetrl_role != "critic"),  # in the lm_head of SharedOperations, if there is one
         (KeptScales, actor and options.int8_scales == "first"),
         (WeightSync, actor),

@@ -3,6 +3,7 @@
 """What a feature of verl's FSDP engine is, and the small ones. engine.py lists all features in order."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from jetrl_verl.config.engine_config import JetFSDPEngineConfig
 from jetrl_verl.config.model import padding_words
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels import describe_backends
+from jetrl_verl.kernels.recomputation import layer_contexts
 from jetrl_verl.metrics import hooks
 from jetrl_verl.metrics.quantization import QuantizationMetrics
 from jetrl_verl.models import family
@@ -123,18 +125,19 @@ class QuantizedLinears(Feature):
 
 
 class Checkpointing(Feature):
-    """Decoder layers keep results under ``selective``, and under ``auto`` while a GPU has :class:`Room`."""
+    """What decoder layers keep for their recomputation: results under ``selective``, and under ``auto`` while a GPU has
+    :class:`Room`."""
 
     room: Room | None = None
 
     def install(self, module: torch.nn.Module) -> None:
         if not module.is_gradient_checkpointing:
             return
-        if self.options.checkpointing == "selective":
-            checkpoint(module)
-        elif torch.cuda.is_available():
+        if self.options.checkpointing == "auto" and torch.cuda.is_available():
             self.room = Room()
             checkpoint(module, self.room.contexts)
+        else:
+            checkpoint(module, partial(layer_contexts, self.options.checkpointing == "selective"))
 
     def prepare_model_inputs(self, stock: Any, micro_batch: Any) -> tuple[dict, dict]:
         """verl's, right before the forward of a micro-batch."""

@@ -74,6 +74,10 @@ class Room:
 
     Args:
         memory: see :func:`memory_of_gpu`.
+
+    Attributes:
+        left: bytes that layers may still keep in this pass.
+        layers: whether each layer kept results, of all passes since a reader cleared it.
     """
 
     def __init__(self, memory: Callable[[], tuple[int, int, int, int]] = memory_of_gpu) -> None:
@@ -84,6 +88,7 @@ class Room:
         self._tokens = 0
         self._layer: LayerForward | None = None
         self.left = 0.0
+        self.layers: list[bool] = []
 
     def start(self, tokens: int, gradients: bool) -> None:
         """Begin the pass of a micro-batch. ``gradients``: whether an earlier one left any."""
@@ -104,10 +109,13 @@ class Room:
 
     def contexts(self) -> tuple[LayerForward, LayerRecomputation]:
         """``context_fn`` of :func:`checkpoint`."""
+        if not torch.is_grad_enabled():
+            return layer_contexts(False)
         if self._layer is not None:
             size = self._layer.nbytes
             self._bytes_per_token = max(self._bytes_per_token, size / self._tokens)
             self.left -= size
             self._layer = None
-        self._layer, recomputation = layer_contexts(self.left > self._bytes_per_token * self._tokens)
+        self.layers.append(self.left > self._bytes_per_token * self._tokens)
+        self._layer, recomputation = layer_contexts(self.layers[-1])
         return self._layer, recomputation

@@ -131,9 +131,9 @@ class Checkpointing(Feature):
     room: Room | None = None
 
     def install(self, module: torch.nn.Module) -> None:
-        if not module.is_gradient_checkpointing:
-            return
-        if self.options.checkpointing == "auto" and torch.cuda.is_available():
+        if not module.is_gradient_checkpointing or self.engine.model_config.enable_activation_offload:
+            return  # verl's offload recomputes layers in a way of its own
+        if self.options.checkpointing == "auto" and get_device_name() == "cuda":
             self.room = Room()
             checkpoint(module, self.room.contexts)
         else:
@@ -152,6 +152,13 @@ class Checkpointing(Feature):
         outputs = stock(*args, **kwargs)
         if self.room is not None:
             self.room.end()
+        return outputs
+
+    def train_batch(self, stock: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = stock(*args, **kwargs)
+        if self.room is not None:
+            outputs["metrics"]["actor/jetrl/layers_kept"] = [sum(self.room.layers) / len(self.room.layers)]
+            self.room.layers.clear()
         return outputs
 
 

@@ -5,6 +5,7 @@ not recomputed; the memory is that of ``jetrl memory``. FSDP and Ulysses: test_s
 
 from collections import Counter
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from jetrl_verl.nn.checkpointing import MARGIN, Room, checkpoint
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.memory.shapes import FP32, model_of
 from jetrl_verl.tools.memory.terms import layer_results
+from jetrl_verl.train import features
 from jetrl_verl.train.shared_operations import share_operations
 
 DEAR = ("gemm_nt", "grouped_gemm_nt", "attention", "gated_delta_rule", "logits", "mm", "addmm")
@@ -126,26 +128,20 @@ def test_as_many_layers_keep_results_as_leave_room():
     total, allocated, peak, free = 1e9, 100, 1100, 0.0
     room = Room(lambda: (allocated, peak, free, total))
     model = model_of_family("qwen3")
-    kept: list[bool] = []
-
-    def contexts():
-        pair = room.contexts()
-        kept.append(pair[0].room)
-        return pair
-
-    checkpoint(model, contexts)
+    checkpoint(model, room.contexts)
     expected, _ = step(model_of_family("qwen3"))
 
     def layers_that_keep(free_bytes: float, count: int, gradients: bool = False) -> int:
         nonlocal free
         free = free_bytes
-        kept.clear()
+        room.layers.clear()
         model.zero_grad()
         room.start(count, gradients)
         results, _ = step(model)
         room.end()
         assert all(torch.equal(result, expected[name]) for name, result in results.items())
-        return sum(kept)
+        assert len(room.layers) == 2
+        return sum(room.layers)
 
     reserve, layer = MARGIN * total + 1000, 254_466
     assert layers_that_keep(1e12, 71) == 0, "the need is measured"
@@ -158,3 +154,26 @@ def test_as_many_layers_keep_results_as_leave_room():
     assert layers_that_keep(reserve + 2 * layer + 1100, 142) == 1, "and so does a layer"
     assert layers_that_keep(1e12, 71, gradients=True) == 0, "the need is measured"
     assert layers_that_keep(1e12, 71, gradients=True) == 2
+
+
+def test_the_engine_measures_both_kinds_of_passes_and_reports_what_layers_keep(monkeypatch):
+    monkeypatch.setattr(features, "get_device_name", lambda: "cuda")
+    monkeypatch.setattr(features, "Room", partial(Room, lambda: (100, 1100, 1e12, 1e9)))
+    model = model_of_family("qwen3")
+    options, offload = SimpleNamespace(checkpointing="auto"), SimpleNamespace(enable_activation_offload=False)
+    config = SimpleNamespace(jetrl=SimpleNamespace(options=options))
+    feature = features.Checkpointing(SimpleNamespace(engine_config=config, model_config=offload, module=model))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    feature.install(model)
+    micro_batch = {"input_ids": torch.zeros(1, 71)}
+
+    def two_micro_batches() -> dict:
+        model.zero_grad()
+        for _ in range(2):
+            feature.prepare_model_inputs(lambda inputs: (inputs, {}), micro_batch)
+            step(model)
+        return {"metrics": {}}
+
+    for share in (0.0, 1.0):
+        outputs = feature.train_batch(partial(feature.forward_backward_batch, two_micro_batches))
+        assert outputs["metrics"] == {"actor/jetrl/layers_kept": [share]}

@@ -42,23 +42,23 @@ def test_a_pass_needs_what_a_full_one_did_and_its_results(linears):
 
     checkpoint(model, partial(layer_contexts, False))
     need()  # compiles
-    full, forwards = need(), []
-    room = Room()
+    full, room = need(), Room()
+    forwards, kept = [], []
 
     def contexts():
         pair = room.contexts()
-        forwards.append((pair[0].room, pair[0]))
+        forwards.append(pair[0])
         return pair
 
-    kept: list[int] = []
-    model.lm_head.register_forward_hook(lambda *_: kept.append(sum(forward.nbytes for _, forward in forwards)))
+    model.lm_head.register_forward_hook(lambda *_: kept.append(sum(forward.nbytes for forward in forwards)))
     checkpoint(model, contexts)
     model.zero_grad()
     room.start(ids.shape[1], gradients=False)
     need()
-    assert not any(has_room for has_room, _ in forwards), "the need is measured"
+    assert not any(room.layers), "the need is measured"
     forwards.clear()
+    room.layers.clear()
     room.start(ids.shape[1], gradients=False)
     selective = need()
-    assert all(has_room for has_room, _ in forwards) and kept[-1] > ids.shape[1] * 2000
+    assert all(room.layers) and kept[-1] > ids.shape[1] * 2000
     assert selective <= 1.02 * full + kept[-1]

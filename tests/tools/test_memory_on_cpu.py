@@ -4,8 +4,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support_models import MODELS, refused_value
 from typer.testing import CliRunner
 
@@ -77,12 +79,57 @@ def test_parameters_and_keys_and_values_of_an_8b_model():
 def test_states_and_keys_and_values_of_a_hybrid():
     """24 of 32 layers have states, FP32 of 32 heads of 128 x 128 and 3 BF16 inputs; 8 have keys and values."""
     nine = model_of("qwen3.5-9b", KNOWN["qwen3.5-9b"])
-    assert nine.state_bytes == 24 * (4 * 32 * 128 * 128 + 2 * 3 * 8192) and nine.kv_bytes() == 2 * 8 * 4 * 256 * 2
+    assert (nine.recurrent, nine.state_bytes) == (24, 4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    assert nine.kv_bytes() == 2 * 8 * 4 * 256 * 2
     mlp = 3 * 4096 * 12288
     full, linear = 4096 * (8192 + 2 * 1024 + 4096), 4096 * (8192 + 4096 + 4096)
     assert nine.quantized == 8 * full + 24 * linear + 32 * mlp
     assert nine.layer == linear + mlp + 4096 * 64 + 4 * 8192, "with b, a and the convolution"
     assert nine.mixing == 2 * 8192 + 3 * 4096, "of a delta net"
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("name", "tp", "page_tokens"), [("qwen3.5-4b", 1, 528), ("qwen3.5-27b", 4, 784), ("qwen3.5-27b", 8, 400)]
+)
+def test_a_hybrids_request_takes_what_vllm_counts(name, tp, page_tokens, prefix_caching):
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+
+    text, tokens, mode = KNOWN[name]["text_config"], 2560, "align" if prefix_caching else "none"
+    engine = SimpleNamespace(
+        cache_config=SimpleNamespace(mamba_cache_mode=mode),
+        model_config=SimpleNamespace(max_model_len=tokens),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    heads = max(1, text["num_key_value_heads"] // tp)
+    attention = FullAttentionSpec(block_size=page_tokens, num_kv_heads=heads, head_size=256, dtype=torch.bfloat16)
+    delta_net = MambaSpec(
+        shapes=MambaStateShapeCalculator.gated_delta_net_state_shape(
+            tp, text["linear_num_key_heads"], text["linear_num_value_heads"], 128, 128, 4
+        ),
+        dtypes=(torch.bfloat16, torch.float32),
+        block_size=page_tokens,
+        page_size_padded=attention.page_size_bytes,
+        mamba_cache_mode=mode,
+    )
+    layers = text["num_hidden_layers"] // 4
+    of_rank = layers * (3 * delta_net.max_memory_usage_bytes(engine) + attention.max_memory_usage_bytes(engine))
+    assert model_of(name, KNOWN[name], tp).request_bytes(tokens, prefix_caching=prefix_caching) == tp * of_rank
+
+
+def test_a_frozen_tower_has_weights_alone(small):
+    """A part of the model that stock verl trains, and has in its rollout."""
+    four = model_of("qwen3.5-4b", KNOWN["qwen3.5-4b"])
+    blocks = 24 * (4 * 1024 * 1024 + 2 * 1024 * 4096 + 9 * 1024 + 4096)
+    patches, merger = 1024 * (2 * 3 * 16 * 16 + 1 + 2304), 2 * 1024 + 4096 * 4097 + 2560 * 4097
+    assert four.tower == blocks + patches + merger
+    shard = 4 * four.parameters / 8
+    frozen = {"FP32 weights": shard + four.tower / 2, "optimizer moments": 2 * shard}
+    assert terms.state(four, 8) == frozen
+    stock, ours = (phases_of(reader(small), four, PRECISIONS[i], 139.8)["update"] for i in (0, -1))
+    assert stock["optimizer moments"] - ours["optimizer moments"] == four.tower
+    assert stock["FP32 weights"] == ours["FP32 weights"]
 
 
 def test_terms_of_an_update_over_eight_gpus():

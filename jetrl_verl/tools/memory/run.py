@@ -70,14 +70,11 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
         for precision in PRECISIONS
         if _runs(precision.name, model, stock, REFUSED in effects)
     }
-    # A request's states count with its tokens, all sequences at their longest.
-    states = model.state_bytes / longest_of(get)
-    tokens = {
-        name: phases["rollout"]["KV cache"]
-        * tp
-        / (states + model.kv_bytes(UNQUANTIZED if name == "bf16" else kv_cache))
-        for name, phases in columns.items()
-    }
+    longest, prefixes = longest_of(get), bool(get(f"{ROLLOUT}.enable_prefix_caching"))
+    tokens = {}
+    for precision, phases in columns.items():
+        of_request = model.request_bytes(longest, UNQUANTIZED if precision == "bf16" else kv_cache, prefixes)
+        tokens[precision] = phases["rollout"]["KV cache"] * tp / of_request * longest
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -85,10 +82,10 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     say(
         f"{name}: {model.parameters / 1e9:.2f}B parameters, {gpus} GPUs of {gib:g} GiB, rollout TP {tp}, "
         f"micro-batches of {micro_batches(get)[0]:.0f} tokens"
-        + (f", states of {model.state_bytes / 2**20:.0f} MiB a request" if model.state_bytes else "")
+        + (f", states of {model.recurrent * model.state_bytes / 2**20:.0f} MiB a request" if model.recurrent else "")
     )
     console.print(table_of(columns, tokens))
-    for sentence in problems(columns, tokens, gib, longest_of(get)) or ["Every precision fits."]:
+    for sentence in problems(columns, tokens, gib, longest) or ["Every precision fits."]:
         say(sentence)
     say("Settings that cost exactness:" if costs else "No setting costs exactness.")
     for effect, message in costs:

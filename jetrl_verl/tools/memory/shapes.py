@@ -4,9 +4,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.config.built import build
 from jetrl_verl.config.model import read_model
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
@@ -16,6 +18,8 @@ from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
 
 BF16, FP32 = 2, 4  # bytes
+PAGE_TOKENS = 16
+"""vLLM's pages of keys and values have a multiple of as many tokens."""
 
 _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -51,6 +55,7 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.2
 _ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _TURNS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+_TOWER_FIELDS = ("depth", "hidden_size", "intermediate_size", "num_heads")
 _DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 _OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
 _OF_35B |= {"shared_expert_intermediate_size": 512}
@@ -63,14 +68,15 @@ KNOWN |= {
         | (_OF_35B if model_type == "qwen3_5_moe" else {})
         | {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
         | _DELTA_HEADS,
+        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": sizes[1]},
     }
-    for name, model_type, value_heads, *sizes in (
-        ("qwen3.5-0.8b", "qwen3_5", 16, 24, 1024, 3584, 8, 2, 248320, True),
-        ("qwen3.5-2b", "qwen3_5", 16, 24, 2048, 6144, 8, 2, 248320, True),
-        ("qwen3.5-4b", "qwen3_5", 32, 32, 2560, 9216, 16, 4, 248320, True),
-        ("qwen3.5-9b", "qwen3_5", 32, 32, 4096, 12288, 16, 4, 248320, False),
-        ("qwen3.5-27b", "qwen3_5", 48, 64, 5120, 17408, 24, 4, 248320, False),
-        ("qwen3.5-35b-a3b", "qwen3_5_moe", 32, 40, 2048, None, 16, 2, 248320, False),
+    for name, tower, model_type, value_heads, *sizes in (
+        ("qwen3.5-0.8b", (12, 768, 3072, 12), "qwen3_5", 16, 24, 1024, 3584, 8, 2, 248320, True),
+        ("qwen3.5-2b", (24, 1024, 4096, 16), "qwen3_5", 16, 24, 2048, 6144, 8, 2, 248320, True),
+        ("qwen3.5-4b", (24, 1024, 4096, 16), "qwen3_5", 32, 32, 2560, 9216, 16, 4, 248320, True),
+        ("qwen3.5-9b", (27, 1152, 4304, 16), "qwen3_5", 32, 32, 4096, 12288, 16, 4, 248320, False),
+        ("qwen3.5-27b", (27, 1152, 4304, 16), "qwen3_5", 48, 64, 5120, 17408, 24, 4, 248320, False),
+        ("qwen3.5-35b-a3b", (27, 1152, 4304, 16), "qwen3_5_moe", 32, 40, 2048, None, 16, 2, 248320, False),
     )
 }
 KNOWN |= {
@@ -79,22 +85,24 @@ KNOWN |= {
         "tie_word_embeddings": sizes[-1],
         "text_config": dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
         | {"head_dim": 128, "hidden_act": "silu", "rope_parameters": rope},
+        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": sizes[1]},
     }
-    for name, model_type, rope, *sizes in (
-        ("qwen3-vl-8b", "qwen3_vl", _TURNS, 36, 4096, 12288, 32, 8, 151936, False),
-        ("qwen2.5-vl-7b", "qwen2_5_vl", _SECTIONS, 28, 3584, 18944, 28, 4, 152064, False),
+    for name, tower, model_type, rope, *sizes in (
+        ("qwen3-vl-8b", (27, 1152, 4304, 16), "qwen3_vl", _TURNS, 36, 4096, 12288, 32, 8, 151936, False),
+        ("qwen2.5-vl-7b", (32, 1280, 3420, 16), "qwen2_5_vl", _SECTIONS, 28, 3584, 18944, 28, 4, 152064, False),
     )
 }
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a decoder; a vision tower is not counted.
+    """Sizes of a model.
 
     Attributes:
         inner: width of the MLP; of a mixture, of all experts of a token and the shared one together.
         mixing: features that the first half of a layer has between its projections, of the kind with most.
-        keys: features of all key heads. caching: layers with keys and values.
+        keys: features of the key heads in a replica's caches; more ranks than heads have copies.
+        caching, recurrent: layers with keys and values, with a delta net.
         layer, linears: parameters of the linears of the largest decoder layer, and of all.
         quantized: parameters, of all layers, that a quantized precision quantizes.
         edges: rows and columns of all linear layers but experts; times the rank, parameters of LoRA adapters.
@@ -102,8 +110,9 @@ class Model:
         experts, experts_per_token, expert_width: of a mixture; 0 of a dense model.
         results: bytes of a token that selective checkpointing keeps in all layers (kernels/recomputation.py), without
             experts: results of products, attention with its log-sum-exp, and delta rules.
-        state_bytes: a request's states of delta nets, whatever its length: FP32, and three BF16 inputs of the
+        state_bytes: of a request in one delta net, whatever its length: the FP32 state, and three BF16 inputs of the
             convolution.
+        tower: parameters of a vision tower, which no other number has.
     """
 
     name: str
@@ -115,6 +124,7 @@ class Model:
     mixing: int
     keys: int
     caching: int
+    recurrent: int
     layer: int
     linears: int
     quantized: int
@@ -125,6 +135,7 @@ class Model:
     expert_width: int = 0
     results: int = 0
     state_bytes: int = 0
+    tower: int = 0
 
     @property
     def head(self) -> int:
@@ -139,6 +150,20 @@ class Model:
     def kv_bytes(self, kv_cache: str = UNQUANTIZED) -> int:
         """Bytes of keys and values of one token, with their scales; ``kv_cache`` is a value of ``jetrl.kv_cache``."""
         return 2 * self.caching * cache_traits(kv_cache).head_bytes(self.keys)
+
+    def request_bytes(self, tokens: int, kv_cache: str = UNQUANTIZED, prefix_caching: bool = True) -> float:
+        """Bytes of vLLM's cache that it counts for a request of that many tokens.
+
+        A hybrid's page has a state, or keys and values of as many tokens as fill one, a multiple of 16. With prefix
+        caching a request has two states in each delta net: the current one, and the one at the last page's end.
+        """
+        of_token = self.kv_bytes(kv_cache)
+        if not self.recurrent:
+            return tokens * of_token
+        of_layer = of_token / self.caching
+        page_tokens = PAGE_TOKENS * ceil(self.state_bytes / of_layer / PAGE_TOKENS)
+        states = self.recurrent * (2 if prefix_caching else 1)
+        return (self.caching * ceil(tokens / page_tokens) + states) * page_tokens * of_layer
 
 
 def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
@@ -157,6 +182,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     experts = 0 if mixture is None else mixture.number(config)
     per_token, of_expert = (0, 0) if mixture is None else (read(config, mixture.per_token), shapes[mixture.down].k)
     kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
+    copies = max(1, tp // read(config, "num_key_value_heads", read(config, "num_attention_heads")))
     layer = linears = quantized = edges = results = 0
     for kind in decoder.distinct_kinds:
         counts = {
@@ -176,7 +202,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
             parameters += width * mixed
             between = 2 * mixed + 3 * values
             kept = BF16 * (mixed + 2 * values) + 2 * FP32 * read(config, delta.value_heads)
-            state_bytes = number * (FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed)
+            state_bytes = FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed
         kept += BF16 * hidden + FP32 * experts + (2 * BF16 * shapes[kind.down].k if kind.has_mlp else 0)
         kept += BF16 * hidden + FP32 if mixture is not None and mixture.shared_gate else 0
         results += number * kept
@@ -193,8 +219,9 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         per_token * of_expert + (shapes[decoder.down].k if decoder.has_mlp else 0),
         read(config, "vocab_size"),
         mixing,
-        shapes[decoder.k].n,
+        copies * shapes[decoder.k].n,
         sum(bool(kind.q) for kind in kinds),
+        sum(kind.delta_net is not None for kind in kinds),
         layer,
         linears,
         quantized,
@@ -205,6 +232,17 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         of_expert,
         results,
         state_bytes,
+        _tower_of(name, config),
+    )
+
+
+def _tower_of(name: str, config: Mapping[str, Any]) -> int:
+    """Parameters of a vision tower, counted on the meta device; 0 without one."""
+    if not (tower := family(config).tower):
+        return 0
+    no_layers = {"text_config": {**config["text_config"], "num_hidden_layers": 0, "layer_types": []}}
+    return sum(
+        parameter.numel() for parameter in build(name, {**config, **no_layers}).get_submodule(tower).parameters()
     )
 
 

@@ -4,6 +4,7 @@
 V, H: vocabulary and hidden size."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from jetrl_verl.config.support.row import Get
@@ -30,8 +31,8 @@ Terms = dict[str, float]
 
 def state(model: Model, shards: int, eight_bit: bool = False, rank: int = 0) -> Terms:
     """What the trainer keeps from step to step: FP32 weights, ``4 P / S``, and AdamW's two moments, ``8 P / S``; with
-    LoRA of that ``rank`` moments of the adapters alone."""
-    weights, moments = FP32 * model.parameters / shards, 2 * _trained(model, shards, rank)
+    LoRA of that ``rank`` moments of the adapters alone, and of a frozen tower none."""
+    weights, moments = FP32 * (model.parameters + model.tower) / shards, 2 * _trained(model, shards, rank)
     weights += FP32 * rank * model.edges / shards
     return {"FP32 weights": weights, "optimizer moments": moments * (MOMENTS_8BIT if eight_bit else 1)}
 
@@ -234,6 +235,8 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     shards = int(get(f"{ACTOR}.fsdp_config.fsdp_size") or -1)
     shards = min(shards, gpus) if shards > 0 else gpus
     stock_verl = precision.name == "bf16"
+    if stock_verl:  # which trains a tower, and has it in the rollout
+        model = replace(model, linears=model.linears + model.tower, tower=0)
     kept = 0.0
     if get("jetrl.gathered") == "batch" and not stock_verl:
         kept = kept_weights(model, precision.train, get("jetrl.backward") != UNQUANTIZED)

@@ -64,7 +64,8 @@ def _rows(path: Path, prompt: str | None, media: Collection[str]) -> Iterator[di
             and ".content." in leaf
             and leaf.endswith(".type")
         ]
-        for batch in file.iter_batches(columns=wanted) if wanted else ():
+        # Few rows at once, since the first one may have large images.
+        for batch in file.iter_batches(batch_size=64, columns=wanted) if wanted else ():
             yield from batch.to_pylist()
 
 

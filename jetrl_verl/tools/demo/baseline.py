@@ -60,6 +60,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
         jetrl=settings.job.as_dict(),
         arguments=settings.arguments | changes,
         vocabulary=prompts.vocabulary,
+        banned=prompts.banned,
         prompts=prompts.ids,
         response=request.response,
         temperature=1.0,
@@ -71,7 +72,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
     for step, folder in request.policies:
         load_weights(runner, folder, settings.job)
         recording = generate(llm, engine)
-        trainer = Trainer(folder, settings.job, prompts.vocabulary, 1.0, torch.device("cuda" if cuda else "cpu"))
+        trainer = Trainer(folder, settings.job, prompts, 1.0, torch.device("cuda" if cuda else "cpu"))
         train = []
         for i in range(0, len(prompts.ids), 32):  # attention over a packed micro-batch is quadratic in its tokens
             part = Recording(recording.prompts[i : i + 32], recording.responses[i : i + 32], torch.empty(0))

@@ -19,12 +19,14 @@ BUILT_IN = (
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of each prompt, ids that end a response, entries with a token, positions of the model."""
+    """Token ids of each prompt, ids that end a response, entries with a token, positions of the model, and the
+    placeholders of images and videos, which verl never samples."""
 
     ids: list[list[int]]
     stop: list[int]
     vocabulary: int
     positions: int
+    banned: list[int]
 
 
 def _rows(file: Path, limit: int) -> list[Any]:
@@ -69,15 +71,20 @@ def _encode(row: Any, tokenizer: Any) -> list[int]:
         ) from None
 
 
-def _load(model: Path) -> tuple[Any, Any]:
-    """The decoder's config and the tokenizer of the folder ``model``, None without a tokenizer."""
+def _load(model: Path) -> tuple[Any, Any, list[int]]:
+    """The decoder's config and the tokenizer of the folder ``model``, None without a tokenizer, and placeholders of
+    its processor."""
     from transformers import AutoConfig, AutoTokenizer
+    from verl.utils.tokenizer import hf_processor
+    from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     with reading(model, "model folder", "Name a complete Hugging Face folder"):
         load_json(model / "config.json")  # of what transformers says about a missing one, nothing names the file
         has_tokenizer = any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-        config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-        return config, AutoTokenizer.from_pretrained(model, local_files_only=True) if has_tokenizer else None
+        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True) if has_tokenizer else None
+        processor = hf_processor(str(model)) if has_tokenizer and hasattr(config, "vision_config") else None
+        return config.get_text_config(), tokenizer, get_vision_placeholder_token_ids(processor)
 
 
 def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
@@ -86,7 +93,7 @@ def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     Raises:
         UserError: model, prompts, tokenizer or template are missing or damaged, or ids are outside the vocabulary.
     """
-    config, tokenizer = _load(model)
+    config, tokenizer, banned = _load(model)
     rows = list(BUILT_IN[:limit]) if file is None else _rows(file, limit)
     ids = [_encode(row, tokenizer) for row in rows]
     vocabulary = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
@@ -95,4 +102,4 @@ def read_prompts(model: Path, file: Path | None, limit: int) -> Prompts:
     if any(not 0 <= token < vocabulary for row in ids for token in row):
         raise UserError(f"{file} has token ids outside the model's {vocabulary} tokens; use its own tokenizer.")
     stop = [] if tokenizer is None or tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return Prompts(ids, stop, vocabulary, config.max_position_embeddings)
+    return Prompts(ids, stop, vocabulary, config.max_position_embeddings, banned)

@@ -17,7 +17,8 @@ class Request:
 
     Attributes:
         model: Hugging Face folder. jetrl: the ``jetrl`` node of the precision, None for bf16.
-        arguments: of ``vllm.LLM``. vocabulary: number of entries with a token; the others are never sampled.
+        arguments: of ``vllm.LLM``. vocabulary: number of entries with a token; the others are never sampled, nor the
+            ``banned`` ones.
         prompts: token ids. response: most tokens to sample. temperature: above 0. stop: ids that end a response.
         responses: tokens to repeat and record; None to sample. out: file that receives the recording.
     """
@@ -26,6 +27,7 @@ class Request:
     jetrl: dict[str, Any] | None
     arguments: dict[str, Any]
     vocabulary: int
+    banned: list[int]
     prompts: list[list[int]]
     response: int
     temperature: float

@@ -29,6 +29,7 @@ from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.inputs import UserError
 from jetrl_verl.models.families.base import DeltaNet, Family, leaf
+from jetrl_verl.nn.chunked_logits import mask_unused
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, dense_choice, in_layer, operations
@@ -47,7 +48,7 @@ class Recorder:
         runner: vLLM's model runner, of either version. family: of its model. shared: it runs the shared operations.
         kv_cache: format of the cache; None for BF16.
         sequences: prompt and response of each request, in the order in which the requests will be added.
-        vocabulary: number of logits to keep.
+        vocabulary: number of logits to keep. banned: tokens among them that are never sampled.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class Recorder:
         vocabulary: int,
         shared: bool = True,
         kv_cache: KVCache | None = None,
+        banned: Sequence[int] = (),
     ) -> None:
         self._family, self._shared, self._kv_cache = family, shared, kv_cache
         self._undo = contextlib.ExitStack()
-        self._runner, self._sequences, self._vocabulary = runner, sequences, vocabulary
+        self._runner, self._sequences, self._vocabulary, self._banned = runner, sequences, vocabulary, banned
         lengths = [len(sequence) - 1 for sequence in sequences]
         # Outputs that the next residual sum adds.
         self._streams = ("embedding", leaf(family.o), self._last_of(family))
@@ -374,7 +376,8 @@ class Recorder:
         logits = compute(hidden, *args, **kwargs)
         if self._order:
             rows = torch.tensor([self._starts[owner] + position for owner, position in self._ends])
-            kept = logits[: len(rows), : self._vocabulary].clone().cpu()
+            kept = logits[: len(rows), : self._vocabulary].cpu()
+            kept = mask_unused(kept.clone(), None, self._banned)  # minus infinity here, and not in the trainer
             self._parts.setdefault(Operation(None, "lm_head"), []).append((rows, kept))
         return logits
 
@@ -444,7 +447,7 @@ def start_engine(request: Request) -> tuple[Any, Any]:
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     if request.jetrl is not None:
         load_weights(runner, request.model, Job.of(request.jetrl))
-    monkey_patch_compute_logits(runner.model, request.vocabulary)
+    monkey_patch_compute_logits(runner.model, request.vocabulary, request.banned)
     return llm, runner
 
 
@@ -500,7 +503,7 @@ def run(request: Request) -> Recording:
         raise UserError(refusal("model_of_a_command", **words)) from None
     shared = request.jetrl is not None and request.jetrl["operations"] == "shared"
     kv_cache = formats.kv_cache(formats.UNQUANTIZED if request.jetrl is None else request.jetrl["kv_cache"])
-    recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache)
+    recorder = Recorder(runner, family, sequences, request.vocabulary, shared, kv_cache, request.banned)
     with contextlib.closing(recorder):
         recording = generate(llm, request)
     expected = operations(family.kinds(runner.model.config), shared, kv_cache.traits.quantized)[:-1]

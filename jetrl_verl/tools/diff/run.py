@@ -179,6 +179,7 @@ def _one(
         jetrl=None if settings.job is None else settings.job.as_dict(),
         arguments=arguments,
         vocabulary=prompts.vocabulary,
+        banned=prompts.banned,
         prompts=prompts.ids,
         response=options.response,
         temperature=options.temperature,
@@ -204,7 +205,7 @@ def _one(
         configured.log_probs = torch.where(sampled, configured.log_probs, recording.log_probs)
     with console.status(f"{precision}: the trainer"):
         device = torch.device("cuda" if cuda else "cpu")
-        trainer = Trainer(options.model, settings.job, prompts.vocabulary, options.temperature, device)
+        trainer = Trainer(options.model, settings.job, prompts, options.temperature, device)
         attribution = attribute(trainer, recording)
         del trainer
         if cuda:

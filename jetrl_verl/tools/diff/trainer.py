@@ -26,7 +26,8 @@ from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice, in_layer, operations
-from jetrl_verl.tools.diff.recording import Recording
+from jetrl_verl.tools.diff.prompts import Prompts
+from jetrl_verl.tools.diff.recording import Recording, Request
 
 Tap = Callable[[Operation, torch.Tensor], torch.Tensor]
 """(operation, its output ``[tokens, features]``) -> the value to continue with; the same tensor for no change."""
@@ -79,22 +80,22 @@ class Trainer:
     """A policy that computes log-probabilities of recorded tokens; ``operations`` are those that are tapped, in order.
 
     Args:
-        folder: Hugging Face folder. job: of the precision, None for bf16. vocabulary: entries with a token.
-        temperature: of the sampling.
+        folder: Hugging Face folder. job: of the precision, None for bf16. masks: what is never sampled, as ``Prompts``
+            and ``Request`` have it. temperature: of the sampling.
 
     Raises:
         UserError: the precision does not support this model.
     """
 
     def __init__(
-        self, folder: str | Path, job: Job | None, vocabulary: int, temperature: float, device: torch.device
+        self, folder: str | Path, job: Job | None, masks: Prompts | Request, temperature: float, device: torch.device
     ) -> None:
         from transformers.utils import is_flash_attn_2_available
 
         from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
         from jetrl_verl.train.shared_operations import share_operations
 
-        self._device, self._vocabulary, self._temperature = device, vocabulary, temperature
+        self._device, self._vocabulary, self._temperature = device, masks.vocabulary, temperature
         self._shared = job is not None and job.shared
         flash = device.type == "cuda" and is_flash_attn_2_available() and not self._shared
         model = load_master(folder, job, attn_implementation="flash_attention_2" if flash else "sdpa")
@@ -115,8 +116,8 @@ class Trainer:
             raise UserError(model_refusal(error, str(folder), job.options.precision)) from None
         head = model.get_output_embeddings()
         # verl's own engine leaves a padded vocabulary unmasked.
-        if job is not None and head.weight.shape[0] > vocabulary:
-            mask_unused_vocabulary(model, vocabulary)
+        if job is not None and (masks.banned or head.weight.shape[0] > masks.vocabulary):
+            mask_unused_vocabulary(model, masks.vocabulary, masks.banned)
         self._cached = job is not None and job.cache.quantized
         self.operations = operations(self._family.kinds(model.config), self._shared, self._cached)
         self._tap: Tap = lambda operation, output: output

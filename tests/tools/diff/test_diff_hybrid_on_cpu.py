@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``jetrl diff`` of hybrids: equal under jet_fp8_exact, and a planted difference is named by its operation."""
 
+from importlib.util import find_spec
+
 import pytest
 from engine_here import comparer
 from tiny_models import HYBRIDS, save_policy
 
 from jetrl_verl import kernels
 from jetrl_verl.inputs import UserError
+from jetrl_verl.nn.chunked_logits import UNUSED
+from jetrl_verl.tools.diff.operations import Operation
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -22,12 +26,15 @@ def compare(request, tmp_path_factory, cpu_platform):
 
 
 def test_equal_in_every_operation(compare):
-    status, report, *_ = compare("jet_fp8_exact")
+    status, report, _, recording = compare("jet_fp8_exact")
     assert status == 0 and report["equal"] and report["first_difference"] is None
     # 16 operations in each of two linear layers, 18 in the full one, no residual sum at the first; of a mixture four of
     # its experts, the logit of the shared one's gate and the sum.
     of_experts = 6 if compare.family == "qwen3_5_moe" else 0
     assert len(report["operations"]) == 2 * 16 + 18 - 1 + 5 + 3 * of_experts
+    # Placeholders of images and videos, which verl masks where it finds the model's processor.
+    masked = (recording.outputs[Operation(None, "lm_head")] == UNUSED).sum(1)
+    assert masked.unique().tolist() == [2 if find_spec("torchvision") else 0]
 
 
 @pytest.mark.parametrize("compare", ["qwen3_5_moe"], indirect=True)

@@ -59,7 +59,7 @@ def compared(policy, tmp_path_factory, cpu_platform):
 @pytest.fixture(scope="module")
 def trainer(policy, compared):
     request = compared[1]["jet_fp8_exact"]
-    return Trainer(policy, rollout.Job.of(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
+    return Trainer(policy, rollout.Job.of(request.jetrl), request, TEMPERATURE, CPU)
 
 
 def test_taps_are_removed_after_the_run(compared):

@@ -76,7 +76,7 @@ def exact(policy, prompts, tmp_path_factory, cpu_platform):
 @pytest.fixture(scope="module")
 def trainer(policy, exact):
     request = exact[2][0]
-    return Trainer(policy, rollout.Job.of(request.jetrl), request.vocabulary, TEMPERATURE, CPU)
+    return Trainer(policy, rollout.Job.of(request.jetrl), request, TEMPERATURE, CPU)
 
 
 # --- equal -----------------------------------------------------------------------------------------------------------
@@ -274,7 +274,7 @@ def test_other_decoders_have_the_same_operations(family, changes, exact, tmp_pat
     request = replace(exact[2][1], model=str(save_policy(tmp_path, family, PADDING, **changes)))
     recording = run_here(request)
     job = rollout.Job.of(request.jetrl)
-    result = attribute(Trainer(tmp_path, job, request.vocabulary, TEMPERATURE, CPU), recording)
+    result = attribute(Trainer(tmp_path, job, request, TEMPERATURE, CPU), recording)
     assert result.first is None and result.mismatch.differing == result.all_corrected.differing == 0
     assert len(result.local) == len(result.accumulated) == 2 * 15 - 1 + 5
 

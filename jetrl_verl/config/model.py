@@ -214,6 +214,7 @@ def check_models(job: "Job", get: Get) -> None:
                 "models_own_code", precision=job.options.precision, what=f"the model {model.path} with code of its own"
             )
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
+        check_images(job, model, get)
         if ADAPTERS.applies(get):
             from .built import check_adapters
 
@@ -227,7 +228,6 @@ def check_models(job: "Job", get: Get) -> None:
             raise UnsupportedConfiguration(message)
         if on_cpu():
             check_bucket(job, model)
-        check_images(job, model)
         if not job.images:
             check_wrap_policy(model, get)
         for key in REPLICAS:
@@ -337,13 +337,15 @@ def check_wrap_policy(model: ModelFiles, get: Get) -> None:
             refuse("wrap_policy_of_a_tower", key=key, value=shown(value), scope=scope)
 
 
-def check_images(job: "Job", model: ModelFiles) -> None:
+def check_images(job: "Job", model: ModelFiles, get: Get) -> None:
     """Refuse images in a model that does not run them, and text in one that runs it with shared operations alone."""
     from jetrl_verl.models import family
 
     decoder = family(model.config)
     if job.images and not decoder.tower:
         refuse("images_of_text_models", scope=f"the model {model.path}", why="it has no vision tower")
+    if job.images and ADAPTERS.applies(get):
+        refuse("images_of_adapters")
     if job.images and decoder.experts is not None:
         what = f"samples with images in the mixture of experts {model.path}"
         refuse("images_of_mixtures", precision=job.options.precision, what=what)

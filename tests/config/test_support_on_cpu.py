@@ -102,7 +102,8 @@ BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
     *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower", "delta_net_without_kernels"),
-    *("exact_images", "vision_tower", "images_of_text_models", "images_of_mixtures", "text_of_stock_operations"),
+    *("exact_images", "vision_tower", "images_of_text_models", "images_of_mixtures"),
+    *("images_of_adapters", "text_of_stock_operations"),
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
     *("place_of_adapter", "kind_of_adapter"),
     *(name for name, entry in TABLE.items() if entry.scope is AUTO),
@@ -276,6 +277,7 @@ def test_images_in_the_data_run_the_tower_and_turn_exactness_off(model, tmp_path
     assert not resolve(job(**text)).images and not resolve(job(**text, **{only_text: True})).images
     assert resolve(job(**text, **{only_text: False})).images
     assert "it has no vision tower" in refused(check_job, job(of={}))
+    assert "no job with adapters has run" in refused(check_job, job(**{f"{MODEL}.lora_rank": 8}))
     shared, of_sections = ("precision=jet_fp8", "jetrl.operations=shared"), KNOWN["qwen2.5-vl-7b"]
     assert "no job of one has run" in refused(check_job, job(*shared, of=KNOWN["qwen3.5-35b-a3b"]))
     check_job(job(of=of_sections))

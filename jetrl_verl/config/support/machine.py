@@ -11,6 +11,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from .row import Row, Scope
 from .scopes import (
     ACTOR,
+    ADAPTERS,
     ATTENTION,
     AUTO,
     BUCKET,
@@ -168,6 +169,12 @@ MODEL_ROWS: dict[str, Row] = {
         "samples with images in a mixture of experts",
         "no job of one has run with images",
         instead="Set data.train_files and data.val_files to text, or precision=bf16",
+    ),
+    "images_of_adapters": Row(
+        "samples with images",
+        "no job with adapters has run with images",
+        scope=ADAPTERS,
+        fix="data.train_files and data.val_files to text",
     ),
     "text_of_stock_operations": Row(
         "text alone in Qwen2.5-VL",

@@ -54,6 +54,7 @@ ELSEWHERE = {
     "_is_padding_mask": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_local_tensor": "torch.distributed.tensor:DTensor",
     "_name_or_path": "transformers.configuration_utils:PreTrainedConfig",
+    "_no_split_modules": "transformers.modeling_utils:PreTrainedModel",
     "_non_persistent_buffers_set": "torch.nn.modules.module:Module",
     "_numels": "torch.distributed.fsdp._flat_param:FlatParameter",
     "_numels_with_padding": "torch.distributed.fsdp._flat_param:FlatParameter",

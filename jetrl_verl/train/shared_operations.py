@@ -230,7 +230,11 @@ def _model_forward(
     self: nn.Module, *args: Any, token_numbers: TokenNumbers | None = None, images: bool, **inputs: Any
 ) -> ModelOutput:
     """The stock forward, or with ``token_numbers`` a tuple of them as ``logits``; then a vision tower runs if samples
-    may have ``images``."""
+    may have ``images``.
+
+    The forward of ``model`` is verl's ``qwen2_vl_base_forward``, ``qwen3_vl_base_forward`` or
+    ``qwen3_5_base_forward``.
+    """
     if token_numbers is None:
         return type(self).forward(self, *args, **inputs)
     if _VIDEOS in inputs or (_PIXELS in inputs and not images):

@@ -52,6 +52,8 @@ WITH_TOWER = {
 }
 """Families whose decoder is a part of a model with a vision tower, which tests of names alone need not cover."""
 ALL = FAMILIES | WITH_TOWER
+WITH_IMAGES = tuple(family for family in WITH_TOWER if family != "qwen3_5_moe")
+"""Families that run with images."""
 
 
 def _mrope(sections: list[int], **others: float) -> dict:
@@ -74,7 +76,8 @@ OWN_FIELDS = {
         **_mrope([11, 11, 10], mrope_interleaved=True, partial_rotary_factor=0.25),
     ),
     "qwen2_5_vl": _mrope([16, 24, 24]),
-    "qwen3_vl": _mrope([24, 20, 20], mrope_interleaved=True),
+    # vLLM 0.29's CPU platform reads the text's architecture, which published ones do not name.
+    "qwen3_vl": _mrope([24, 20, 20], mrope_interleaved=True) | dict(architectures=["Qwen3ForCausalLM"]),
 }
 OWN_FIELDS["qwen3_5_moe"] = OWN_FIELDS["qwen3_5"] | dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, shared_expert_intermediate_size=256

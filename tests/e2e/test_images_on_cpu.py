@@ -14,7 +14,7 @@ from jobs import train
 from PIL import Image
 from test_hybrid_on_cpu import ACTOR, ROLLOUT
 from test_parallel_on_cpu import TWO_RANKS
-from tiny_models import WITH_TOWER, save_policy
+from tiny_models import WITH_IMAGES, save_policy
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
 
@@ -73,7 +73,9 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
     assert max(run.steps("rollout_corr/k3_kl")) < 0.01
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", *(pytest.param(f, marks=pytest.mark.slow) for f in WITH_TOWER)])
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_vl")) for name in WITH_IMAGES]
+)
 def test_text_is_exact_in_batches_with_images(policy, tmp_path, monkeypatch, family):
     check(policy, tmp_path, monkeypatch, family, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
 

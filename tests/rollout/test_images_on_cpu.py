@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm_engine
 from PIL import Image
-from tiny_models import ALL, WITH_TOWER, save_policy
+from tiny_models import ALL, WITH_IMAGES, save_policy
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.options import JetConfig
@@ -106,6 +106,6 @@ def check(family: str, folder: Path, device: str = "cpu", **engine: Any) -> None
         assert right < 0.05 and right < wrong / 3, (right, wrong)
 
 
-@pytest.mark.parametrize("family", WITH_TOWER)
+@pytest.mark.parametrize("family", WITH_IMAGES)
 def test_text_is_exact_next_to_images_which_are_close(family, tmp_path, cpu_platform):
     check(family, tmp_path)

@@ -32,7 +32,8 @@ def engine(cpu_platform, monkeypatch):
     engine = SimpleNamespace(
         engine_config=config, checkpoint_manager=SimpleNamespace(checkpoint_save_contents=["model"])
     )
-    engine.feature = tripwire.Tripwire(engine)
+    engine.tripwire = tripwire.Tripwire(engine)
+    engine.feature = lambda kind: SimpleNamespace(scales={})  # the weight sync, of a policy without adapters
     engine.of_ranks, engine.options = of_ranks, options
     rollout = [[-0.5, -1.5, -2.5], [-0.25]]
     engine.trained = [list(row) for row in rollout]
@@ -49,8 +50,10 @@ def engine(cpu_platform, monkeypatch):
         rows = [[0.0] * (PROMPT - 1) + row + [0.0] for row in engine.trained]
         return loss_function(model_output={"log_probs": jagged(*rows)}, data=data, dp_group="group")
 
-    engine.update = lambda: engine.feature.forward_backward_batch(stock, engine.data, lambda **words: words["dp_group"])
-    engine.infer = lambda: engine.feature.infer_batch(lambda data: data, engine.data)
+    engine.update = lambda: engine.tripwire.forward_backward_batch(
+        stock, engine.data, lambda **words: words["dp_group"]
+    )
+    engine.infer = lambda: engine.tripwire.infer_batch(lambda data: data, engine.data)
     return engine
 
 
@@ -101,5 +104,5 @@ def test_computed_log_probs_need_no_second_comparison(engine):
 
 @pytest.mark.parametrize(("folder", "contents"), [("actor", ["model"]), ("stopped_policy", ["hf_model"])])
 def test_a_stopped_run_saves_its_policy_in_hugging_faces_format_alone(engine, tmp_path, folder, contents):
-    engine.feature.save_checkpoint(lambda path, *rest: None, str(tmp_path / folder), None, 3, None)
+    engine.tripwire.save_checkpoint(lambda path, *rest: None, str(tmp_path / folder), None, 3, None)
     assert engine.checkpoint_manager.checkpoint_save_contents == contents

@@ -61,7 +61,10 @@ def start(folder: str | Path, options: JetConfig | None, images: bool = False, *
         changes: arguments of ``LLM`` that are added or replaced.
     """
     from vllm import LLM
+    from vllm.model_executor.layers import rotary_embedding
 
+    # vLLM keeps those of earlier engines in the process; those of an unused tower have no memory.
+    rotary_embedding._ROPE_DICT.clear()
     arguments = vllm_arguments(Job(options, images=images), None) if options is not None else {}
     defaults = dict(skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, max_model_len=64, max_num_seqs=8)
     llm = LLM(str(folder), **(defaults | CACHE | arguments | changes))

@@ -49,7 +49,7 @@ def _merge_kernel(
     offset = row.to(tl.int64)[:, None] * columns + column[None, :]
     mask = in_rows[:, None] & in_columns[None, :]
     weight = tl.load(weight_ptr + offset, mask=mask, other=0.0).to(tl.float32)
-    merged = tl.fma(term, tl.broadcast_to(scale, (TILE_N, TILE_K)), weight)
+    merged = tl.fma(term, tl.full((TILE_N, TILE_K), scale, tl.float32), weight)
     tl.store(out_ptr + offset, merged.to(tl.bfloat16), mask=mask)
 
 

@@ -70,7 +70,7 @@ def engine(folder, options: JetConfig | None, **arguments):
     with vllm_engine.cpu_settings():
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        llm, worker = vllm_engine.start(folder, options, **arguments)
+        llm, worker = vllm_engine.start(folder, options, **{"load_format": "auto", **arguments})
         yield llm, worker.model_runner.model
         del llm, worker
         cleanup_dist_env_and_memory()

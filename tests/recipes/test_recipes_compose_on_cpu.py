@@ -148,8 +148,9 @@ def published(path: str) -> dict:
     fields = dict(zip(names, SHAPES[path])) | FURTHER.get(path, {})
     if fields["model_type"] != "qwen3_5":
         return fields
-    heads = dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
-    return {"model_type": "qwen3_5", "text_config": fields | heads | {"model_type": "qwen3_5_text"}}
+    fields |= dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
+    fields |= dict(rope_parameters=dict(mrope_section=[11, 11, 10], mrope_interleaved=True))
+    return {"model_type": "qwen3_5", "text_config": fields | {"model_type": "qwen3_5_text"}}
 
 
 @pytest.mark.parametrize("script", VARIANTS)

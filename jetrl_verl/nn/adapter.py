@@ -6,6 +6,8 @@ The weight is W + scale * B A, rounded to BF16 (kernels/merge_adapter.py), which
 weight sync and the export compute the same bits. dA and dB follow from the gradient of the whole weight.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -61,6 +63,10 @@ class Adapter:
         self.scale = float(layer.scaling[name])
         self._layer, self._name = layer, name
         self._states: tuple = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has no part in the pass."""
+        return vars(self) | {"factors": None, "_states": ()}
 
     def read(self) -> bool:
         """Read the factors; whether they may be others than the last time."""

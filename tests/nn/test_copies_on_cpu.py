@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_config, tiny_model
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -28,12 +29,14 @@ from jetrl_verl.formats.caches import KVCache
 from jetrl_verl.formats.format import Format, QuantizedWeight
 from jetrl_verl.models.families.base import Experts
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.nn.adapter import Factor
 from jetrl_verl.nn.attention import AttentionCore
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.experts import JetExperts
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.train.adapters import MergedAdapter
 from jetrl_verl.train.shared_operations import share_operations
 
 FLOW = formats.get("fp8")
@@ -67,6 +70,13 @@ def experts() -> JetExperts:
     return JetExperts.replace(stock, FLOW, Experts(), scale_rule="fp32")
 
 
+def adapted() -> MergedAdapter:
+    layer = nn.ModuleDict({"o": linear()})
+    model = get_peft_model(layer, LoraConfig(r=4, target_modules=["o"], init_lora_weights=False))
+    MergedAdapter.replace(adapter := model.base_model.model["o"])
+    return adapter
+
+
 def decoder(family: str, shared: bool) -> nn.Module:
     model = tiny_model(family).bfloat16()
     replace_linears(model, plan_linears(model.config), scale_rule="fp32")
@@ -91,8 +101,14 @@ def call_attention(module: nn.Module) -> torch.Tensor:
     return module(q.requires_grad_(), k, v, torch.tensor([0, 4, 9], dtype=torch.int32), 5)
 
 
+def call_linear(module: nn.Module) -> torch.Tensor:
+    return module(torch.linspace(-2, 2, 768).view(3, 256).bfloat16().requires_grad_())
+
+
 MODULES: dict[type, list[tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.Tensor]]]] = {
-    JetLinear: [(linear, lambda module: module(torch.linspace(-2, 2, 768).view(3, 256).bfloat16().requires_grad_()))],
+    JetLinear: [(linear, call_linear)],
+    MergedAdapter: [(adapted, call_linear)],
+    Factor: [(lambda: Factor(256, 4, bias=False), lambda module: module())],
     JetExperts: [(experts, call_experts)],
     AttentionCore: [(lambda: AttentionCore(0.1, formats.kv_cache("fp8")), call_attention)],
     nn.Module: [  # whole models, with the functions that this package puts into stock modules
@@ -119,11 +135,11 @@ def test_every_module_class_has_a_row():
 
 
 def results(module: nn.Module, call: Callable[[nn.Module], torch.Tensor]) -> list[torch.Tensor]:
-    """An output and the gradients of all parameters."""
+    """An output and the gradients of all trained parameters."""
     module.zero_grad()
     output = call(module)
     output.float().square().sum().backward()
-    return [output.detach(), *(parameter.grad.clone() for parameter in module.parameters())]
+    return [output.detach(), *(weight.grad.clone() for weight in module.parameters() if weight.requires_grad)]
 
 
 @pytest.mark.parametrize("name", [*COPIES, "state dict"])

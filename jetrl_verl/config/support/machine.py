@@ -109,7 +109,8 @@ MODEL_ROWS: dict[str, Row] = {
     "linear_of_no_family": Row("a linear layer in a decoder that its family does not have"),
     "place_of_adapter": Row(
         "a LoRA adapter of anything but a linear layer of the decoder's layers",
-        instead=f"Set {MODEL}.target_modules to some of those, or {MODEL}.exclude_modules='.*visual.*' for a vision tower",
+        instead=f"Set {MODEL}.target_modules to some of those, or for a vision tower "
+        f"{MODEL}.exclude_modules='.*visual.*'",
     ),
     "kind_of_adapter": Row(
         "a LoRA adapter with a dropout, a bias, weights that are trained whole, or of another kind",

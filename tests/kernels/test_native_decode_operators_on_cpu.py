@@ -319,7 +319,7 @@ def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch)
         flash_attention.SharedFlashAttentionMetadataBuilder
     )
     vars(builder).update(aot_schedule=True, aot_sliding_window=None, dcp_world_size=1, max_num_splits=1)
-    vars(builder).update(use_full_cuda_graph=False, max_cudagraph_size=None, block_size=page_size)
+    vars(builder).update(use_full_cuda_graph=False, max_cudagraph_size=None, block_size=page_size, rswa_window=None)
     vars(builder).update(cache_config=SimpleNamespace(cache_dtype="auto"))
     vars(builder).update(num_heads_q=heads, num_heads_kv=kv_heads, headdim=128, kv_cache_dtype=cache.dtype)
     impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)

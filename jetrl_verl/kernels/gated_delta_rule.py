@@ -21,10 +21,10 @@ from jetrl_verl.kernels import native
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import NATIVE_ALONE, implements, lookup
 from jetrl_verl.kernels.gated_delta_rule_gradient import Gradients, gated_delta_rule_backward
-from jetrl_verl.kernels.operator import operator, require_bf16, require_fp32, require_shape
+from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_fp32, require_shape
 from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
-from jetrl_verl.kernels.views import as_type
+from jetrl_verl.kernels.views import as_type, unit_stride
 from jetrl_verl.reference import delta_net
 from jetrl_verl.reference.delta_net import HEAD, LINEAR_SOFTPLUS, heads_of
 
@@ -74,7 +74,8 @@ def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
     shared = len(qkv) >= _SHARE_FROM * (len(cu_seqlens) - 1)
     native.operators().delta_rule(
         qkv.contiguous(),
-        *(x if x.stride(1) == 1 else x.contiguous() for x in (b, a)),
+        unit_stride(b),
+        unit_stride(a),
         # In vLLM's types.
         a_log.float().contiguous(),
         dt_bias.to(torch.bfloat16).contiguous(),
@@ -133,13 +134,11 @@ def _fake(qkv, b, *_):
     return qkv.new_empty(*b.shape, HEAD)
 
 
-@operator(
+_gated_delta_rule = dispatched(
     "gated_delta_rule(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor cu_seqlens) -> Tensor",
     fake=_fake,
     backends=NATIVE_ALONE,
 )
-def _gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
-    return lookup("gated_delta_rule", qkv.device)(qkv, b, a, a_log, dt_bias, cu_seqlens)
 
 
 @operator(

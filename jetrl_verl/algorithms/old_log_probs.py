@@ -147,6 +147,11 @@ def rows_per_rank(rollout: Any) -> int:
     return rollout.log_prob_micro_batch_size_per_gpu or 1
 
 
+def masked(mask: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """A jagged ``response_mask`` that is 0 also on tokens where ``kept``, ``[tokens]``, is."""
+    return torch.nested.nested_tensor_from_jagged(mask.values() * kept, mask.offsets())
+
+
 UNKNOWN = -1
 """Version of a token of which nothing says what sampled it."""
 
@@ -225,9 +230,10 @@ class Tripwire:
         if self.job.images:
             data, counts = _text_of(data, trained, _placeholders(trainer.processor))
             metrics |= counts
-        sequences = len(trained.offsets()) - 1 - metrics.get(f"{_COUNTED}_image_sequences", 0)
         if self.job.options.old_log_probs == "compute":
             sequences = sum(bool(mask.any()) for mask in data["response_mask"].unbind())
+        else:
+            sequences = len(trained.offsets()) - 1 - metrics.get(f"{_COUNTED}_image_sequences", 0)
         compared, difference = compare(data["rollout_log_probs"], trained, data)
         if difference is not None:
             if self.job.exact:
@@ -297,11 +303,9 @@ def _text_of(data: Any, trained: torch.Tensor, placeholders: list[int]) -> tuple
     of_tokens = has_image.repeat_interleave(mask.offsets().diff())
     fields = {name: data[name] for name in ("prompts", "responses", "rollout_log_probs")}
 
-    def masked(kept: torch.Tensor) -> dict[str, Any]:
-        return fields | {"response_mask": torch.nested.nested_tensor_from_jagged(mask.values() * kept, mask.offsets())}
-
-    compared, difference = compare(data["rollout_log_probs"], trained, masked(of_tokens))
-    return masked(~of_tokens), {
+    images, text = (fields | {"response_mask": masked(mask, kept)} for kept in (of_tokens, ~of_tokens))
+    compared, difference = compare(data["rollout_log_probs"], trained, images)
+    return text, {
         f"{_COUNTED}_image_sequences": int(has_image.sum()),
         f"{_COUNTED}_image_tokens": compared,
         f"{_COUNTED}_differing_image_tokens": 0 if difference is None else difference.differing,
@@ -338,7 +342,7 @@ def _keep_current(trainer: Any, data: Any, trained: torch.Tensor, tags: Sequence
     mask, current = data["response_mask"], trainer.global_steps - 1
     lags = current - versions_of(data, tags, current)
     metrics = by_lag(trained.values(), data["rollout_log_probs"].values(), mask.values(), lags, current - UNKNOWN)
-    data["response_mask"] = torch.nested.nested_tensor_from_jagged(mask.values() * (lags == 0), mask.offsets())
+    data["response_mask"] = masked(mask, lags == 0)
     return prefixed("rollout_corr", metrics)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested
 
-from jetrl_verl.algorithms.old_log_probs import POLICY, SAMPLED_NOW, Difference, LogProbsDiffer, compare
+from jetrl_verl.algorithms.old_log_probs import POLICY, SAMPLED_NOW, Difference, LogProbsDiffer, compare, masked
 from jetrl_verl.train.features import Feature
 from jetrl_verl.train.weight_sync import WeightSync
 
@@ -69,10 +68,8 @@ def _first_difference(passed: list[tuple[TensorDict, Tensor]]) -> Difference | N
     for data, log_probs in passed:
         trained = response_from_nested(log_probs, data["response_mask"])
         if SAMPLED_NOW in data:
-            mask = data["response_mask"]
-            sampled = mask.values() * data[SAMPLED_NOW].values()
-            data = data.clone(recurse=False)
-            data["response_mask"] = torch.nested.nested_tensor_from_jagged(sampled, mask.offsets())
+            mask, data = data["response_mask"], data.clone(recurse=False)
+            data["response_mask"] = masked(mask, data[SAMPLED_NOW].values())
         _, difference = compare(data["old_log_probs"], trained, data)
         if difference is not None:
             return difference

@@ -272,10 +272,10 @@ def _merged(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
             f"{folder} holds LoRA adapters without the model's weights (actor.checkpoint.save_lora_only); export a "
             "checkpoint of a run without that setting."
         )
+    settings = load_json(folder / "lora_train_meta.json") if any(map(is_factor, keys)) else {}
     for name in keys:
         factors = factors_of(name)
         if factors[0] in keys:
-            settings = load_json(folder / "lora_train_meta.json")
             scale = settings["lora_alpha"] / settings["r"]
             yield name, kernels.merge_adapter(*(whole(one).bfloat16() for one in (name, *factors)), scale)
         elif not is_factor(name):

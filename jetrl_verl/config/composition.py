@@ -101,11 +101,11 @@ def resolve(config: DictConfig) -> Job | None:
 def _images(get: Get) -> str:
     """Where samples may have images, in words; empty if they have none. vLLM's ``language_model_only`` says it of data
     that the driver cannot read."""
-    key = f"{VLLM}.language_model_only"
+    only_text = get(key := f"{VLLM}.language_model_only")
     try:
-        only_text, seen = get(key), find_media(get, images=True)
+        seen = find_media(get, images=True)
     except UnsupportedConfiguration:  # a file that the job's start refuses
-        only_text, seen = get(key), ""
+        seen = ""
     if only_text and seen:
         words = {"key": key, "value": "true", "why": f"{seen} has some"}
         raise UnsupportedConfiguration(TABLE["vision_tower"].message(get, **words))

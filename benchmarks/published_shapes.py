@@ -96,6 +96,11 @@ def _qwen3_moe(**fields: Any) -> Published:
     return Published(**{**vars(dense), "config": "Qwen3MoeConfig"})
 
 
+def _qwen2_5(eos: str, **fields: Any) -> Published:
+    every = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, **fields}
+    return Published("Qwen2Config", every, 151643, 151665, QWEN_SPECIAL, None, eos, "<|endoftext|>", CHATML)
+
+
 def _qwen3_5(tower: dict[str, Any], **fields: Any) -> Published:
     """Three layers with a delta net, then one with attention; rotary over a quarter of heads of 256."""
     heads = dict(num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256)
@@ -179,49 +184,27 @@ PUBLISHED: dict[str, Published] = {
     ),
     "qwen3_4b": _qwen3(hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True),
     "qwen3_8b": _qwen3(hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-    "qwen2_5_7b": Published(
-        "Qwen2Config",
-        dict(
-            vocab_size=152064,
-            hidden_size=3584,
-            intermediate_size=18944,
-            num_hidden_layers=28,
-            num_attention_heads=28,
-            num_key_value_heads=4,
-            max_position_embeddings=131072,
-            rope_theta=1e6,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=False,
-        ),
-        151643,
-        151665,
-        QWEN_SPECIAL,
-        None,
+    "qwen2_5_7b": _qwen2_5(
         "<|endoftext|>",
-        "<|endoftext|>",
-        CHATML,
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
     ),
-    "qwen2_5_0_5b": Published(
-        "Qwen2Config",
-        dict(
-            vocab_size=151936,
-            hidden_size=896,
-            intermediate_size=4864,
-            num_hidden_layers=24,
-            num_attention_heads=14,
-            num_key_value_heads=2,
-            max_position_embeddings=32768,
-            rope_theta=1e6,
-            rms_norm_eps=1e-6,
-            tie_word_embeddings=True,
-        ),
-        151643,
-        151665,
-        QWEN_SPECIAL,
-        None,
+    "qwen2_5_0_5b": _qwen2_5(
         "<|im_end|>",
-        "<|endoftext|>",
-        CHATML,
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
     ),
     "r1_distill_qwen_1_5b": Published(
         "Qwen2Config",

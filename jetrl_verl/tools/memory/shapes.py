@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a model that memory depends on, from a Hugging Face configuration or a known name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -59,17 +59,33 @@ _TOWER_FIELDS = ("depth", "hidden_size", "intermediate_size", "num_heads")
 _DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 _OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
 _OF_35B |= {"shared_expert_intermediate_size": 512}
-KNOWN |= {
-    name: {
+
+
+def _with_tower(
+    model_type: str, tower: Sequence[int], sizes: Sequence[Any], rope: Mapping[str, Any], **text: Any
+) -> dict[str, Any]:
+    """Fields of a decoder with ``sizes`` under a vision tower; ``text``: further ones of the decoder."""
+    decoder = dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
+    return {
         "model_type": model_type,
-        "tie_word_embeddings": sizes[-1],
-        "text_config": dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
-        | {"head_dim": 256, "hidden_act": "silu", "rope_parameters": _ROPE}
-        | (_OF_35B if model_type == "qwen3_5_moe" else {})
-        | {"linear_num_key_heads": 16, "linear_num_value_heads": value_heads}
-        | _DELTA_HEADS,
-        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": sizes[1]},
+        "tie_word_embeddings": decoder["tie_word_embeddings"],
+        "text_config": decoder | {"hidden_act": "silu", "rope_parameters": rope} | text,
+        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": decoder["hidden_size"]},
     }
+
+
+KNOWN |= {
+    name: _with_tower(
+        model_type,
+        tower,
+        sizes,
+        _ROPE,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=value_heads,
+        **_DELTA_HEADS,
+        **(_OF_35B if model_type == "qwen3_5_moe" else {}),
+    )
     for name, tower, model_type, value_heads, *sizes in (
         ("qwen3.5-0.8b", (12, 768, 3072, 12), "qwen3_5", 16, 24, 1024, 3584, 8, 2, 248320, True),
         ("qwen3.5-2b", (24, 1024, 4096, 16), "qwen3_5", 16, 24, 2048, 6144, 8, 2, 248320, True),
@@ -80,13 +96,7 @@ KNOWN |= {
     )
 }
 KNOWN |= {
-    name: {
-        "model_type": model_type,
-        "tie_word_embeddings": sizes[-1],
-        "text_config": dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
-        | {"head_dim": 128, "hidden_act": "silu", "rope_parameters": rope},
-        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": sizes[1]},
-    }
+    name: _with_tower(model_type, tower, sizes, rope, head_dim=128)
     for name, tower, model_type, rope, *sizes in (
         ("qwen3-vl-8b", (27, 1152, 4304, 16), "qwen3_vl", _TURNS, 36, 4096, 12288, 32, 8, 151936, False),
         ("qwen2.5-vl-7b", (32, 1280, 3420, 16), "qwen2_5_vl", _SECTIONS, 28, 3584, 18944, 28, 4, 152064, False),

@@ -244,8 +244,8 @@ struct FpropConsumer {
 #pragma unroll
     for (int j = 0; j < kSums; j += 2) {
       const uint32_t rounded = sm90::pack_bf16(acc[0][j], acc[0][j + 1]);
-      total[j] = sm90::add(total[j], sm90::float_of(rounded << 16));
-      total[j + 1] = sm90::add(total[j + 1], sm90::float_of(rounded & 0xFFFF0000u));
+      total[j] = sm90::add(total[j], sm90::low_half(rounded));
+      total[j + 1] = sm90::add(total[j + 1], sm90::high_half(rounded));
     }
   }
 

@@ -447,6 +447,10 @@ JETRL_DEVICE uint32_t larger_pair(uint32_t a, uint32_t b) {
 JETRL_DEVICE uint32_t bits_of(float x) { return __float_as_uint(x); }
 JETRL_DEVICE float float_of(uint32_t bits) { return __uint_as_float(bits); }
 
+// The BF16 numbers in the halves of a word.
+JETRL_DEVICE float low_half(uint32_t word) { return float_of(word << 16); }
+JETRL_DEVICE float high_half(uint32_t word) { return float_of(word & 0xFFFF0000u); }
+
 JETRL_DEVICE int own_lane() { return threadIdx.x % 32; }
 
 // The value of the lane whose number differs in the bits of `mask`.

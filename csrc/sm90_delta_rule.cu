@@ -39,12 +39,8 @@ struct Norms {
 JETRL_DEVICE void widen(float (&x)[8], const uint2 (&words)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const uint32_t w[2] = {words[half].x, words[half].y};
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      x[4 * half + 2 * i] = sm90::float_of(w[i] << 16);
-      x[4 * half + 2 * i + 1] = sm90::float_of(w[i] & 0xFFFF0000u);
-    }
+    x[4 * half] = sm90::low_half(words[half].x), x[4 * half + 1] = sm90::high_half(words[half].x);
+    x[4 * half + 2] = sm90::low_half(words[half].y), x[4 * half + 3] = sm90::high_half(words[half].y);
   }
 }
 
@@ -87,7 +83,7 @@ JETRL_DEVICE Factors factors_of(const Norms& norms, float b, float a, float a_lo
 // 16 lanes have a token's query and key, and each of them one of the heads that share those.
 JETRL_KERNEL void __launch_bounds__(kThreads) sm90_delta_factors(JETRL_GRID_CONSTANT DeltaRule p) {
   const int lane = sm90::thread_index() % kLanes, group = sm90::thread_index() / kLanes, key = sm90::block_column();
-  const int token = sm90::block_index() * kTokens + group, each = p.heads / p.keys;
+  const int token = sm90::block_index() * kTokens + group, heads_of_key = p.heads / p.keys;
   const int64_t row = token < p.tokens ? token : p.tokens - 1;
   const uint16_t* at = p.qkv + row * (2 * p.keys + p.heads) * kHead + key * kHead + 4 * lane;
   uint2 words[2];
@@ -99,8 +95,8 @@ JETRL_KERNEL void __launch_bounds__(kThreads) sm90_delta_factors(JETRL_GRID_CONS
   const Norms norms = norms_of(q, k);
   if (token >= p.tokens) return;
 #pragma unroll 1
-  for (int i = lane; i < each; i += kLanes) {
-    const int head = key * each + i;
+  for (int i = lane; i < heads_of_key; i += kLanes) {
+    const int head = key * heads_of_key + i;
     const Factors factors = factors_of(norms, p.b[row * p.stride_b + head], p.a[row * p.stride_a + head], p.a_log[head],
                                        sm90::bf16_to_float(p.dt_bias[head]));
     const int64_t place = row * p.heads + head;

@@ -48,8 +48,7 @@ struct Operands {
   uint4 dy, gate, up;  // eight BF16 numbers each
 };
 
-JETRL_DEVICE float low_half(uint32_t word) { return sm90::float_of(word << 16); }
-JETRL_DEVICE float high_half(uint32_t word) { return sm90::float_of(word & 0xFFFF0000u); }
+using sm90::high_half, sm90::low_half;
 
 struct GradientPair {
   float gate, up;

@@ -167,6 +167,8 @@ inline float float_of(uint32_t bits) {
   std::memcpy(&x, &bits, 4);
   return x;
 }
+inline float low_half(uint32_t word) { return float_of(word << 16); }
+inline float high_half(uint32_t word) { return float_of(word & 0xFFFF0000u); }
 inline float2 decode_two(uint16_t qdata) { return {value_of_code(qdata & 0xFF), value_of_code(qdata >> 8)}; }
 inline uint32_t encode_four(float a, float b, float c, float d) {
   return code_of_value(a) | code_of_value(b) << 8 | code_of_value(c) << 16 | uint32_t(code_of_value(d)) << 24;

@@ -54,7 +54,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 def trains_and_resumes(rank: int, folder: str, checkpoint: str) -> None:
     # Compiling the update for each shape would take several times as long.
-    torch._dynamo.config.disable = True
+    torch.compiler.set_stance("force_eager")
     engine = build(folder, optimizer=ADAMW_8BIT)
     start = weights(engine)
     for step in range(2):

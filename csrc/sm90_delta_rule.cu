@@ -8,10 +8,11 @@
 //   S = decay S + d k^T
 //   o = decay m a + m (q k) d     m = 128^-1/2 / |q|
 //
-// Norms and decay multiply sums, not the keys, and both sums read one state. A block of two warps has 32 of a head's
-// values: 16 lanes share eight rows of the state (a row is a value's 128 keys), a lane has keys 4 l .. 4 l + 3 of each
-// half of a row. A token waits for no other warp. The order of a sum is a lane's eight products, then lanes 8, 4, 2, 1
-// apart; it is the same whether a launch of its own has computed the factors of norms and gates, or the block itself.
+// Norms and decay multiply sums, not the keys, and both sums read one state. 16 lanes share kValues rows of the state (a
+// row is a value's 128 keys), a lane has keys 4 l .. 4 l + 3 of each half of a row; fewer values where blocks of eight
+// would leave multiprocessors idle. A token waits for no other warp. The order of a sum is a lane's eight products, then
+// lanes 8, 4, 2, 1 apart, for every kValues; it is the same whether a launch of its own has computed the factors of
+// norms and gates, or the block itself.
 
 #include <cmath>
 
@@ -21,9 +22,9 @@
 namespace jetrl {
 namespace {
 
-constexpr int kHead = 128, kLanes = 16, kValues = 8, kWarps = 2, kThreads = 32 * kWarps;
-constexpr int kSlices = kHead / (2 * kValues * kWarps), kAhead = 8;
-constexpr int kTokens = kThreads / kLanes;  // of a block that computes factors
+constexpr int kHead = 128, kLanes = 16;
+constexpr int kAhead = 16;                              // tokens from a prefetch to its use
+constexpr int kFactorThreads = 64, kFactorTokens = kFactorThreads / kLanes;  // of a block that computes factors
 
 // What multiplies a token's sums in one head.
 struct Factors {
@@ -81,9 +82,9 @@ JETRL_DEVICE Factors factors_of(const Norms& norms, float b, float a, float a_lo
 }
 
 // 16 lanes have a token's query and key, and each of them one of the heads that share those.
-JETRL_KERNEL void __launch_bounds__(kThreads) sm90_delta_factors(JETRL_GRID_CONSTANT DeltaRule p) {
+JETRL_KERNEL void __launch_bounds__(kFactorThreads) sm90_delta_factors(JETRL_GRID_CONSTANT DeltaRule p) {
   const int lane = sm90::thread_index() % kLanes, group = sm90::thread_index() / kLanes, key = sm90::block_column();
-  const int token = sm90::block_index() * kTokens + group, heads_of_key = p.heads / p.keys;
+  const int token = sm90::block_index() * kFactorTokens + group, heads_of_key = p.heads / p.keys;
   const int64_t row = token < p.tokens ? token : p.tokens - 1;
   const uint16_t* at = p.qkv + row * (2 * p.keys + p.heads) * kHead + key * kHead + 4 * lane;
   uint2 words[2];
@@ -145,15 +146,6 @@ struct Reader {
     return token;
   }
 
-  // A thread brings 32 bytes of the query, the key or the block's values of a later token into the L2 cache.
-  JETRL_DEVICE void prefetch(int tokens, int thread, int own_value) const {
-    constexpr int kSector = 16, kOfHead = kHead / kSector, kOfBlock = kHead / kSlices / kSector;
-    if (thread >= 2 * kOfHead + kOfBlock) return;
-    const uint16_t* operand = thread < kOfHead ? q : thread < 2 * kOfHead ? k : v;
-    const int own = thread < 2 * kOfHead ? 4 * (thread % kLanes) : own_value;
-    sm90::prefetch_l2(operand + tokens * row - own + thread % kOfHead * kSector);
-  }
-
   JETRL_DEVICE void advance(bool further) {
     const int64_t step = further ? row : 0;
     q += step, k += step, v += step;
@@ -161,33 +153,61 @@ struct Reader {
   }
 };
 
-// Of 2 kStep sums a lane keeps one half, added to its neighbor's, and gives the other away.
-template <int kStep>
-JETRL_DEVICE void halve(float (&x)[2 * kValues], int lane) {
-  const int upper = lane & kStep;
-#pragma unroll
-  for (int i = 0; i < kStep; ++i) {
-    const float kept = sm90::choose(upper, x[i + kStep], x[i]), given = sm90::choose(upper, x[i], x[i + kStep]);
-    x[i] = sm90::add(kept, sm90::shuffle_xor(given, kStep));
+// A thread brings 32 bytes of the query, the key, the block's values or a factor of one token after the other into L2.
+struct Prefetch {
+  const char* at = nullptr;
+  int64_t step = 0;
+
+  template <int kBlockValues, bool kShared>
+  JETRL_DEVICE void start(const Reader<kShared>& reader, int thread, int lane, int own_value) {
+    constexpr int kSector = 16, kOfHead = kHead / kSector, kOfToken = 2 * kOfHead + kBlockValues / kSector;
+    if (thread < kOfToken) {
+      const uint16_t* operand = thread < 2 * kOfHead ? (thread < kOfHead ? reader.q : reader.k) - 4 * lane
+                                                     : reader.v - own_value;
+      at = reinterpret_cast<const char*>(operand + thread % kOfHead * kSector), step = 2 * reader.row;
+    } else if (thread == kOfToken) {
+      at = reinterpret_cast<const char*>(reader.first), step = 4 * reader.stride_first;
+    } else if (thread == kOfToken + 1) {
+      at = reinterpret_cast<const char*>(reader.second), step = 4 * reader.stride_second;
+    }
   }
+
+  JETRL_DEVICE void next() {
+    at += step;
+    if (step != 0) sm90::prefetch_l2(at);
+  }
+};
+
+// Adds to a lane's kSums sums those of the lane kApart further. As long as there are two, a lane keeps one half of them
+// and gives the other away; a single one both lanes add.
+template <int kApart, int kSums>
+JETRL_DEVICE void add_lanes(float* x, int lane) {
+  if constexpr (kSums == 1) {
+    x[0] = sm90::add(x[0], sm90::shuffle_xor(x[0], kApart));
+  } else {
+    constexpr int kKept = kSums / 2;
+    const int upper = lane & kApart;
+#pragma unroll
+    for (int i = 0; i < kKept; ++i) {
+      const float kept = sm90::choose(upper, x[i + kKept], x[i]), given = sm90::choose(upper, x[i], x[i + kKept]);
+      x[i] = sm90::add(kept, sm90::shuffle_xor(given, kApart));
+    }
+  }
+  if constexpr (kApart > 1) add_lanes<kApart / 2, (kSums + 1) / 2>(x, lane);
 }
 
-// Of the sums of eight values' rows with k (x[0..8)) and with q (x[8..16)) over 16 lanes, that of x[l] for lane l.
-JETRL_DEVICE float own_sum(float (&x)[2 * kValues], int lane) {
-  halve<8>(x, lane);
-  halve<4>(x, lane);
-  halve<2>(x, lane);
-  halve<1>(x, lane);
-  return x[0];
-}
-
-template <bool kShared>
-JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(JETRL_GRID_CONSTANT DeltaRule p) {
+template <bool kShared, int kValues, int kWarps>
+JETRL_KERNEL void __launch_bounds__(32 * kWarps, kValues < 8 ? 4 : kShared ? 8 : 6)
+    sm90_delta_rule(JETRL_GRID_CONSTANT DeltaRule p) {
+  constexpr int kBlockValues = 2 * kValues * kWarps, kSlices = kHead / kBlockValues;
+  constexpr int kOwners = kLanes / 2 / kValues;  // lanes that end with the sums of one value
   const int thread = sm90::thread_index(), lane = thread % kLanes, half = thread % 32 & kLanes;
   const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
   const int sequence = sm90::block_index() / kSlices / p.heads;
-  // Eight values of 16 lanes; lanes l and 8 + l have value l.
-  const int values = slice * (kHead / kSlices) + thread / kLanes * kValues, value = values + lane % kValues;
+  // Value i of 16 lanes is that of lanes kOwners i and further, for the sum with k, and 8 lanes on, for that with q.
+  const int own = lane % (kLanes / 2), first_value = slice * kBlockValues + thread / kLanes * kValues;
+  const int value = first_value + own / kOwners;
+  const bool writes = lane >= kLanes / 2 && lane % kOwners == 0;
   const bool paged = p.states != nullptr;
   // The blocks after those of the sequences write zeros after the last sequence.
   const bool last_of_all = sequence == p.sequences;
@@ -199,13 +219,13 @@ JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(J
   if (slot < 0) {
 #pragma unroll 1
     for (int token = begin; token < end; ++token, out += out_row) {
-      if (lane >= kValues) *out = 0;
+      if (writes) *out = 0;
     }
     return;
   }
 
   float s[kValues][8] = {};
-  float* state = p.states + slot * p.stride_slot + head * p.stride_head + values * kHead + 4 * lane;
+  float* state = p.states + slot * p.stride_slot + head * p.stride_head + first_value * kHead + 4 * lane;
   if (paged && p.computed[sequence] > 0) {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
@@ -217,6 +237,10 @@ JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(J
   }
   const float a_log = kShared ? 0.0f : p.a_log[head], dt_bias = kShared ? 0.0f : sm90::bf16_to_float(p.dt_bias[head]);
   Reader<kShared> reader(p, begin, head, lane, value);
+  Prefetch prefetch;
+  prefetch.start<kBlockValues>(reader, thread, lane, value - slice * kBlockValues);
+#pragma unroll 1
+  for (int ahead = 1; ahead < kAhead && begin + ahead < end; ++ahead) prefetch.next();
   Token next = reader.load();
 #pragma unroll 1
   for (int token = begin; token < end; ++token, out += out_row) {
@@ -228,7 +252,7 @@ JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(J
     // The next token's operands, while these are used; the last token's are loaded again.
     reader.advance(token + 1 < end);
     next = reader.load();
-    if (token + kAhead < end) reader.prefetch(kAhead - 1, thread, value - slice * (kHead / kSlices));
+    if (token + kAhead < end) prefetch.next();
     if (!kShared) factors = factors_of(norms_of(q, k), factors.of_sums.x, factors.of_delta, a_log, dt_bias);
 
     float sums[2 * kValues];
@@ -237,14 +261,15 @@ JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(J
       sums[i] = product_of(s[i], k);
       sums[kValues + i] = product_of(s[i], q);
     }
-    const float sum = own_sum(sums, lane);
+    add_lanes<kLanes / 2, 2 * kValues>(sums, lane);
+    const float sum = sums[0];
     const float delta = sm90::multiply(sm90::multiply_add(factors.of_sums.y, sum, v), factors.of_sums.z);
-    const float own = sm90::shuffle(delta, half + lane % kValues);
-    const float o = sm90::multiply_add(factors.of_sums.w, sum, sm90::multiply(factors.of_delta, own));
-    if (lane >= kValues) *out = uint16_t(sm90::pack_bf16(o, 0.0f));
+    const float own_delta = sm90::shuffle(delta, half + own);
+    const float o = sm90::multiply_add(factors.of_sums.w, sum, sm90::multiply(factors.of_delta, own_delta));
+    if (writes) *out = uint16_t(sm90::pack_bf16(o, 0.0f));
 #pragma unroll
     for (int i = 0; i < kValues; ++i) {
-      const float of_value = sm90::shuffle(delta, half + i);
+      const float of_value = sm90::shuffle(delta, half + kOwners * i);
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
         s[i][j] = sm90::multiply_add(factors.of_sums.x, s[i][j], sm90::multiply(k[j], of_value));
@@ -260,17 +285,32 @@ JETRL_KERNEL void __launch_bounds__(kThreads, kShared ? 8 : 6) sm90_delta_rule(J
   }
 }
 
+template <int kValues, int kWarps>
+void launch_rule(const DeltaRule& p, Stream stream) {
+  const int blocks = (p.sequences + 1) * p.heads * (kHead / (2 * kValues * kWarps));
+  const Grid grid{blocks, 1, 32 * kWarps, 0, stream};
+  if (p.factors != nullptr) {
+    launch<sm90_delta_rule<true, kValues, kWarps>>(grid, p);
+  } else {
+    launch<sm90_delta_rule<false, kValues, kWarps>>(grid, p);
+  }
+}
+
 }  // namespace
 
 void delta_rule(const DeltaRule& p, Stream stream) {
   if (p.factors != nullptr) {
-    launch<sm90_delta_factors>(Grid{ceil_div(p.tokens, kTokens), 1, kThreads, 0, stream, false, p.keys}, p);
+    launch<sm90_delta_factors>(
+        Grid{ceil_div(p.tokens, kFactorTokens), 1, kFactorThreads, 0, stream, false, p.keys}, p);
   }
-  const Grid grid{(p.sequences + 1) * p.heads * kSlices, 1, kThreads, 0, stream, false, 1};
-  if (p.factors != nullptr) {
-    launch<sm90_delta_rule<true>>(grid, p);
+  // A token takes a warp 420, 250 or 160 instructions for eight, four or two values of 16 lanes.
+  const int parts = 4 * p.sequences * p.heads, processors = multiprocessors();  // of 32 values
+  if (parts <= processors) {
+    launch_rule<2, 4>(p, stream);
+  } else if (parts <= 2 * processors) {
+    launch_rule<4, 4>(p, stream);
   } else {
-    launch<sm90_delta_rule<false>>(grid, p);
+    launch_rule<8, 2>(p, stream);
   }
 }
 

@@ -5,6 +5,7 @@
 The kernels themselves: test_native_*emulated_on_cpu.py.
 """
 
+import ctypes
 import itertools
 import random
 from collections.abc import Callable
@@ -296,16 +297,28 @@ def delta_rule():
         yield
 
 
+@pytest.fixture
+def set_multiprocessors():
+    """Of the emulated GPU; the more there are, the fewer values of a head has a warp of the delta rule."""
+    set_count = ctypes.CDLL(str(native_emulator.build(operators="jetrl_emulated"))).jetrl_set_multiprocessors
+    yield set_count
+    set_count(4)
+
+
 @pytest.mark.usefixtures("delta_rule")
-@pytest.mark.parametrize("strided", [False, slow(True)])
-def test_every_cut_of_a_sequence_has_the_bits_of_the_whole(strided):
-    """What a token's blocks share is computed apart for whole sequences, and by each block for the shorter steps."""
+@pytest.mark.parametrize(("strided", "multiprocessors"), [(False, 4), (False, 16), slow(True, 32), slow(True, 64)])
+def test_every_cut_of_a_sequence_has_the_bits_of_the_whole(strided, multiprocessors, set_multiprocessors):
+    """What a token's blocks share is computed apart for whole sequences, and by each block for the shorter steps. On 48
+    multiprocessors three whole sequences are computed two values at a time, on 24 four; shorter steps on fewer."""
+    set_multiprocessors(multiprocessors)
     check_cuts(1, 4, strided, lengths=(3, 1, 9))
 
 
-@pytest.mark.parametrize("lengths", [(21,), (1, 2, 0, 3)])
-def test_the_delta_rule_is_the_references(lengths):
-    """Random states, of which one is not read; a padded request; tokens after the last one."""
+@pytest.mark.parametrize(("lengths", "multiprocessors"), [((21,), 4), ((21,), 8), ((1, 2, 0, 3), 4), ((37,), 16)])
+def test_the_delta_rule_is_the_references(lengths, multiprocessors, set_multiprocessors):
+    """Random states, of which one is not read; a padded request; tokens after the last one. One sequence: eight, four
+    and two values at a time."""
+    set_multiprocessors(multiprocessors)
     qkv, b, a, _, _, a_log, dt_bias, _ = delta_inputs(sum(lengths) + 2)
     states, slots = torch.randn(6, HEADS, 128, 128), torch.tensor([4, -1, 0, 2][: len(lengths)], dtype=torch.int32)
     call = slots, torch.tensor([7, 1, 2, 0][: len(lengths)], dtype=torch.int32), packed(*lengths)

@@ -6,7 +6,7 @@
 
 *Arguments* are those with which verl starts vLLM, from its own ``launch_server``, stopped where the server would start.
 *Prompts* are those of the run's steps, through verl's dataset, sampler and chat template, each repeated as the rollout
-samples it; verl_step compares their lengths with those that the run logged. *Sampling* is the run's, without
+samples it; their lengths are printed, to be compared with those that the run logged. *Sampling* is the run's, without
 detokenizing.
 
 The first step warms the engine up with a few tokens of each response. Each further step is timed from an empty prefix
@@ -20,25 +20,16 @@ import itertools
 import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from benchmarks.verl_runs import TIME_UP, environment_of, python_path
-from jetrl_verl.tools.launch import RunPaths
-from jetrl_verl.tools.process_tree import ProcessTree
-from jetrl_verl.tools.progress import last_errors
-from jetrl_verl.tools.report import load_run
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 WARM_TOKENS = 16
 """Of a response in the first generation, which compiles."""
-
-MARK = "engine alone: "
 
 
 def load(path: Path) -> Any:
@@ -157,7 +148,7 @@ def start(config: Any) -> "LLM":
 
 
 def measure(path: Path, steps: int) -> None:
-    """Generate each step's responses and print a line of JSON for each step after the first: the child's program."""
+    """Generate each step's responses and print a line of JSON for each step after the first."""
     config = load(path)
     prompts_of_steps = list(prompts_of(config, steps))  # before the engine, since the loader's workers are forks
     llm, share = start(config), replicas(config)
@@ -172,49 +163,7 @@ def measure(path: Path, steps: int) -> None:
         tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
         if not warms_up:
             result = {"step": step, "prompt_length": lengths_of(prompts), "replicas": share}
-            print(MARK + json.dumps(result | {"tokens_per_s": share * tokens / seconds}), flush=True)
-
-
-def timed_steps(
-    config: Path, log: Path, environment: Mapping[str, str], steps: int, ends: float
-) -> tuple[int, list[dict]]:
-    """:func:`measure` in a process of its own: its exit status, ``TIME_UP`` where it was ended, and what it printed."""
-    command = [sys.executable, "-m", "benchmarks.engine_alone", str(config), "--steps", str(steps)]
-    with ProcessTree(command, {**environment, "PYTHONPATH": python_path()}, log) as tree:
-        for _ in tree.follow():
-            if time.monotonic() > ends:
-                break
-        status = tree.poll()
-    text = log.read_text(errors="replace").splitlines()
-    printed = [json.loads(line.removeprefix(MARK)) for line in text if line.startswith(MARK)]
-    return TIME_UP if status is None else status, printed
-
-
-def measured(paths: RunPaths, steps: int, cpu: bool, ends: float) -> dict:
-    """What :func:`measure` finds of a run that has ended, in a process of its own.
-
-    Returns:
-        ``engine_tokens_per_s``, of all replicas, the median over steps, and ``engine_steps``; or ``engine_status`` and
-        ``engine_errors`` where the engine failed, its time was up before a step was done, or its prompts are not the
-        run's. It never fails a row: the run of verl is what was asked for.
-    """
-    log = paths.folder / "engine.log"
-    status, timed = timed_steps(paths.config, log, environment_of(paths, cpu), steps, ends)
-    if status or not timed:
-        return {"engine_status": status or 1, "engine_errors": last_errors(log)}
-    if errors := [words for step in timed if (words := _other_prompts(step, load_run(paths.folder).records))]:
-        return {"engine_status": 1, "engine_errors": errors}
-    rates = [step["tokens_per_s"] for step in timed]
-    return {"engine_tokens_per_s": statistics.median(rates), "engine_steps": timed}
-
-
-def _other_prompts(step: Mapping, records: Sequence[tuple[int, dict]]) -> str:
-    """How the prompts of a step are not those of the run; empty if their lengths are the same."""
-    logged = dict(records).get(step["step"], {})
-    for name, length in step["prompt_length"].items():
-        if abs((run := logged.get(f"prompt_length/{name}", float("inf"))) - length) > 1e-3:
-            return f"step {step['step']}: the engine's prompts have {name} {length:.2f} tokens and the run's {run:.2f}"
-    return ""
+            print(json.dumps(result | {"tokens_per_s": share * tokens / seconds}), flush=True)
 
 
 def main(words: Sequence[str] | None = None) -> None:

@@ -195,6 +195,17 @@ PUBLISHED: dict[str, Published] = {
         max_position_embeddings=131072,
         tie_word_embeddings=False,
     ),
+    "qwen2_5_3b": _qwen2_5(
+        "<|endoftext|>",
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=11008,
+        num_hidden_layers=36,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
     "qwen2_5_0_5b": _qwen2_5(
         "<|im_end|>",
         vocab_size=151936,
@@ -260,30 +271,6 @@ PUBLISHED: dict[str, Published] = {
 }
 """Name -> what the model's authors published, from the ``config.json`` and tokenizer of each; ``qwen3_moe_3b`` has the
 proportions of ``qwen3_30b_a3b``."""
-
-
-_TYPES = {
-    "Qwen2Config": "qwen2",
-    "Qwen3Config": "qwen3",
-    "Qwen3MoeConfig": "qwen3_moe",
-    "Qwen3_5Config": "qwen3_5",
-    "Qwen3_5MoeConfig": "qwen3_5_moe",
-    "Qwen3VLConfig": "qwen3_vl",
-    "LlamaConfig": "llama",
-}
-
-
-def fields_of(name: str, layers: int | None = None) -> dict[str, Any]:
-    """What ``config.json`` says of a shape of ``PUBLISHED``, with fewer layers if so many are named."""
-    published = PUBLISHED[name]
-    fields = {"model_type": _TYPES[published.config], "hidden_act": "silu", **published.fields}
-    fields.setdefault("head_dim", fields["hidden_size"] // fields["num_attention_heads"])
-    fields.setdefault("rope_parameters", {"rope_type": "default", "rope_theta": fields.get("rope_theta")})
-    fields |= {"num_hidden_layers": layers} if layers else {}
-    if published.tower is None:
-        return fields
-    whole = {name: fields[name] for name in ("model_type", "tie_word_embeddings")}
-    return whole | {"text_config": fields | {"model_type": f"{fields['model_type']}_text"}}
 
 
 def is_mixture(name: str) -> bool:
@@ -395,9 +382,7 @@ def write_model(
     tokenizer.save_pretrained(folder)  # last: who finds it finds the weights
 
 
-def write_model_apart(
-    name: str, folder: Path, small: bool, layers: int | None = None, ends: int | None = None, ranks: int = 1
-) -> None:
+def write_model_apart(name: str, folder: Path, small: bool, ends: int, ranks: int = 1) -> None:
     """:func:`write_model` of a published shape, in a process of its own: this one then holds no memory of a GPU.
 
     Nothing where the tokenizer, which is written last, is there already.
@@ -408,8 +393,8 @@ def write_model_apart(
     if (folder / "tokenizer.json").exists():
         return
     words = ["model", name, str(folder), *(["--tiny", "--ranks", str(ranks)] if small else [])]
-    words += [*(["--layers", str(layers)] if layers else []), *(["--ends", str(ends)] if ends else [])]
-    subprocess.run([sys.executable, "-m", "benchmarks.published_shapes", *words], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "benchmarks.published_shapes", *words, "--ends", str(ends)]
+    subprocess.run(command, cwd=ROOT, check=True)
 
 
 def _sum(draw: random.Random) -> tuple[str, int]:

@@ -113,7 +113,7 @@ def test_commands_of_each_kind_are_found():
         ("jetrl memory --nothing 1", "No such option|no such option"),
         ("make nothing", "no target nothing"),
         ("python -m benchmarks.nothing", "there is no benchmarks/nothing.py"),
-        ("python3 -m benchmarks.recipes --nothing", "has no --nothing"),
+        ("python3 -m benchmarks.steps --nothing", "has no --nothing"),
         ("bash recipes/nothing.sh", "there is no recipes/nothing.sh"),
     ],
 )

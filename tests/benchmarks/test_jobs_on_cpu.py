@@ -1,8 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""verl accepts the jobs of verl_step.py, exact_over_ranks.py and engine_alone.py; what makes a run exact."""
+"""verl accepts the jobs of steps.py and engine_alone.py; what steps.py compares."""
 
-import argparse
+from dataclasses import replace
 
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -10,9 +10,8 @@ from hydra import compose, initialize_config_module
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-from benchmarks import engine_alone, exact_over_ranks, verl_step
+from benchmarks import engine_alone, steps
 from benchmarks.published_shapes import PUBLISHED, tiny, write_model
-from benchmarks.verl_runs import MISMATCH, NOT_FINITE, Results
 from jetrl_verl.tools.launch import RunPaths
 from jetrl_verl.tools.rows import parse_row
 
@@ -24,8 +23,9 @@ def model(tmp_path_factory):
     return folder
 
 
-def accepted(words: list[str]):
-    """The configuration that verl composes of ``words``, after its own checks."""
+def accepted(job, row, model, folder, **options):
+    """The configuration that verl composes for a row, after its own checks."""
+    words = steps.words_of(job, parse_row(row, steps.ROWS), model, folder, RunPaths(folder), **options)
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
     validate_config(config, need_reference_policy(config), use_critic=False)
@@ -33,59 +33,53 @@ def accepted(words: list[str]):
     return config
 
 
-def step_options(**changed) -> argparse.Namespace:
-    sizes = dict(model="qwen3_1_7b", response=24, sequences=8, steps=2, memory=0.45, gpus=1, tp=1, tiny=True, set=[])
-    return argparse.Namespace(**{**sizes, **changed})
+@pytest.mark.parametrize("row", [*steps.ROWS, "jet_fp8+jetrl.kv_cache=fp8", "fp8_rollout+jetrl.kv_cache=fp8"])
+def test_verl_accepts_every_row(row, model, tmp_path):
+    config = accepted(steps.JOBS["3b"], row, model, tmp_path)
+    correction = config.algorithm.rollout_correction.rollout_is
+    assert correction == ("token" if row.startswith(("fp8_rollout", "verl_fp8")) else None)
+    assert config.actor_rollout_ref.model.use_liger == (row.partition("+")[0] in steps.STOCK)
 
 
-@pytest.mark.parametrize("row", verl_step.ROWS)
-def test_verl_accepts_every_row_of_a_step(row, model, tmp_path):
-    row = parse_row(row, verl_step.ROWS, "a row")
-    words = verl_step.words_of(row, step_options(tiny=False), model, tmp_path, RunPaths(tmp_path))
-    config = accepted(words)
-    assert config.data.max_response_length == 24 and config.actor_rollout_ref.rollout.ignore_eos
-
-
-@pytest.mark.parametrize("name", exact_over_ranks.CELLS)
-def test_verl_accepts_every_cell_over_ranks(name, model, tmp_path):
-    job = exact_over_ranks.Job(tmp_path, gpus=2, tp=2, tiny=True)
-    config = accepted(job.words(name, "jet_fp8_exact", model, RunPaths(tmp_path)))
-    assert config.trainer.n_gpus_per_node == config.actor_rollout_ref.rollout.tensor_model_parallel_size == 2
-
-
-EXACT = {"status": 0, "steps": 3, "moved": 3, "response_length": 2048.0, **dict.fromkeys(MISMATCH, 0.0)}
-
-
-def test_a_run_without_differences_is_exact():
-    assert exact_over_ranks.judged(EXACT, 2048) == {**EXACT, "exact": "yes"}
-
-
-@pytest.mark.parametrize("name", MISMATCH)
-@pytest.mark.parametrize("value", [1e-9, -1e-9, None, NOT_FINITE])
-def test_a_difference_or_a_missing_figure_is_not_exact(name, value):
-    result = exact_over_ranks.judged({**EXACT, name: value}, 2048)
-    assert result["exact"] == "no" and result["status"] == 1 and name in result["errors"][0]
-
-
-@pytest.mark.parametrize("changed", [{"steps": 2}, {"moved": 2}, {"response_length": 2047.5}, {"status": 1}])
-def test_an_incomplete_run_is_not_exact(changed):
-    result = exact_over_ranks.judged({**EXACT, **changed}, 2048)
-    assert result["exact"] == "no" and result["status"] == 1
+@pytest.mark.parametrize("name", steps.JOBS)
+def test_verl_accepts_every_job(name, model, tmp_path):
+    job = steps.JOBS[name]
+    config = accepted(job, "jet_fp8", model, tmp_path)
+    prompts = job.updates * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert 4 * prompts == 4 * config.data.train_batch_size == job.sequences
+    assert not config.actor_rollout_ref.rollout.ignore_eos and job.steps - job.timed == 2
 
 
 def test_the_engine_alone_has_the_arguments_of_the_run(model, tmp_path, cpu_platform):
-    row = parse_row("jet_fp8", verl_step.ROWS, "a row")
-    config = accepted(verl_step.words_of(row, step_options(), model, tmp_path, RunPaths(tmp_path)))
-    arguments = engine_alone.engine_arguments(config)
+    job = replace(steps.JOBS["3b"], sequences=8, gpus=1, tp=1, ulysses=1)
+    arguments = engine_alone.engine_arguments(accepted(job, "jet_fp8", model, tmp_path, tiny=True))
     assert arguments.model == str(model) and arguments.max_num_seqs == 8 and arguments.load_format == "dummy"
 
 
-def test_results_are_appended_and_other_settings_refused(tmp_path):
-    from rich.console import Console
+def record(row: str, seconds: float, **changed) -> dict:
+    same = {"job": "3b", "tiny": False, "host": "a", "began": 0.0, "ended": 500.0, "complete": True}
+    return {**same, "row": row, "seconds": {"step": [seconds] * 4}, "build": {"gpu": "NVIDIA H100"}, **changed}
 
-    file, build = tmp_path / "runs.json", {"gpu": "NVIDIA H200"}
-    results = Results(file, ["row"], {"steps": 3}, build)
-    assert results.take([({"row": "a"}, lambda: {"status": 0, "steps": 3})], float("inf"), Console(quiet=True)) == 0
-    assert Results(file, ["row"], {"steps": 3}, build).done({"row": "a"})
-    with pytest.raises(SystemExit, match="steps 3 and not 2"):
-        Results(file, ["row"], {"steps": 2}, build)
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"host": "b"}, {"job": "8b"}, {"complete": False}, {"build": {"gpu": "NVIDIA H200"}}, {"ended": 2300.0}],
+)
+def test_rows_of_other_bookings_are_not_compared(changed):
+    best, jet = record("bf16_best", 24.0), record("jet_fp8", 20.0, began=600.0, ended=1100.0)
+    assert steps.ratio(jet, [best, jet], ["bf16_best"]) == 1.2
+    assert steps.ratio({**jet, **changed}, [best], ["bf16_best"]) is None
+
+
+def test_the_fastest_rival_is_the_baseline():
+    rivals = [record("fp8_rollout", 30.0), record("fp8_rollout+jetrl.kv_cache=fp8", 26.0)]
+    jet = record("jet_fp8", 20.0)
+    assert steps.ratio(jet, [*rivals, jet], steps.BASELINES["FP8 rollout"]) == 1.3
+
+
+def test_the_first_steps_and_those_without_a_gradient_are_left_out():
+    logged = {"response_length/mean": 12.0, "response_length/clip_ratio": 0.25, "rollout_corr/k3_kl": 0.0}
+    norms = (1.0, 1.0, None, 1.0, 1.0)
+    records = [(n, {**logged, "actor/grad_norm": norm, "timing_s/step": n}) for n, norm in enumerate(norms)]
+    result = steps.figures(records, steps.JOBS["3b"])
+    assert result["timed"] == 2 and result["seconds"]["step"] == [3, 4] and result["k3_kl"] == 0.0

@@ -334,7 +334,7 @@ def show(records: Sequence[Mapping]) -> None:
     for name in ("job", "row", "host", "GPU"):
         shown.add_column(name, no_wrap=True)
     for name in (*columns, "k3 kl", "GiB"):
-        shown.add_column(name.replace("_", " "), justify="right")
+        shown.add_column(name.replace("_", " "), justify="right", no_wrap=name == "step")
     for record in records:
         cells = [str(record["timed"])]
         if record["timed"]:

@@ -79,6 +79,17 @@ def _gated_norm_kernel(
         tl.store(scales_ptr + head.to(tl.int64) * tokens + token, scale, mask=known)
 
 
+@jit
+def _gradient_rows(dy_ptr, o_ptr, z_ptr, number, stop, heads, stride_token, stride_head):
+    number, column = number[:, None], tl.arange(0, GROUP)[None, :]
+    place = number.to(tl.int64) * GROUP + column
+    gate = (number // heads).to(tl.int64) * stride_token + number % heads * stride_head + column
+    z = tl.load(z_ptr + gate, mask=number < stop, other=0.0)
+    dy = tl.load(dy_ptr + place, mask=number < stop, other=0.0)
+    o = tl.load(o_ptr + place, mask=number < stop, other=0.0)
+    return dy, o, z
+
+
 @jit(do_not_specialize=["count", "heads", "heads_each"])
 def _gated_norm_backward_kernel(
     dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, dw_ptr, eps, count, heads, heads_each, stride_token, stride_head,
@@ -88,14 +99,15 @@ def _gated_norm_backward_kernel(
     weight = tl.load(weight_ptr + column).to(tl.float32)
     dw = tl.zeros((HEADS, GROUP), tl.float32)
     first = tl.program_id(0) * heads_each
-    for start in range(first, tl.minimum(first + heads_each, count), HEADS):
-        number = (start + tl.arange(0, HEADS))[:, None]
-        known = number < count
-        place = number.to(tl.int64) * GROUP + column
-        gate = (number // heads).to(tl.int64) * stride_token + number % heads * stride_head + column
-        z = tl.load(z_ptr + gate, mask=known, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + place, mask=known, other=0.0).to(tl.float32)
-        o = tl.load(o_ptr + place, mask=known, other=0.0).to(tl.float32)
+    stop = tl.minimum(first + heads_each, count)
+    number = first + tl.arange(0, HEADS)
+    next_dy, next_o, next_z = _gradient_rows(dy_ptr, o_ptr, z_ptr, number, stop, heads, stride_token, stride_head)
+    for _ in range(first, stop, HEADS):
+        dy, o, z = next_dy.to(tl.float32), next_o.to(tl.float32), next_z.to(tl.float32)
+        known, place = number[:, None] < stop, number.to(tl.int64)[:, None] * GROUP + column
+        # The next rows are on their way while these are computed.
+        number += HEADS
+        next_dy, next_o, next_z = _gradient_rows(dy_ptr, o_ptr, z_ptr, number, stop, heads, stride_token, stride_head)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(o * o, axis=1) / GROUP + eps)[:, None]
         normalized, probability = o * rstd, sigmoid(z)
         gated = dy * (z * probability)  # of the normalized rows times the weight

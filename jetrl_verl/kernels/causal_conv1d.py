@@ -65,8 +65,9 @@ def _nothing_before(x: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
 
 # --- Triton -----------------------------------------------------------------------------------------------------------
 
-_TILE, _DECODE_TILE, _WARPS = (16, 256), (4, 1024), 4
-"""Tokens and channels of a program of the convolution, and where sequences have few tokens each."""
+_TILE, _FEW_TILE, _WALK, _WARPS = (16, 256), (4, 1024), (1, 1024), 4
+"""Tokens and channels of a program of the convolution, where sequences have few tokens each, and where they have one:
+then a program walks along its sequence."""
 _FEW_TOKENS = 4
 _BACKWARD_TOKENS, _BACKWARD_CHANNELS = 64, 128
 """Tokens and channels of a program of the gradient, one warp."""
@@ -95,33 +96,43 @@ def _sequences_of(token, cu_ptr, sequences):
 
 
 @jit
-def _first_three(
+def _first_tokens(
     x_ptr, channel, inside, w0, w1, w2, w3, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr,
-    sequence, channels, stride, stride_slot, stride_place, stride_channel, paged,
+    sequence, tokens, sequences, channels, stride, stride_slot, stride_place, stride_channel, paged, WALK: tl.constexpr,
 ):  # fmt: skip
-    """The first three tokens of a sequence, which read its state, and then its new state."""
-    first, last = tl.load(cu_ptr + sequence), tl.load(cu_ptr + sequence + 1)
-    slot = tl.load(slots_ptr + sequence, mask=paged != 0, other=0).to(tl.int64)
-    read = inside & (slot >= 0) & (tl.load(computed_ptr + sequence, mask=paged != 0, other=0) > 0)
+    """The first three tokens of a sequence, which read its state, or with WALK all, and then its new state. What is
+    after the last sequence counts as a padded one."""
+    real = sequence < sequences
+    first = tl.load(cu_ptr + sequence)
+    last = tl.load(cu_ptr + sequence + 1, mask=real, other=tokens)
+    slot = tl.load(slots_ptr + sequence, mask=real & (paged != 0), other=tl.where(real, 0, -1)).to(tl.int64)
+    computed = tl.load(computed_ptr + sequence, mask=real & (paged != 0), other=0)
     x_ptr += first.to(tl.int64) * stride
     y_ptr += first.to(tl.int64) * channels
     states_ptr += slot * stride_slot
     place = channel * stride_channel
+    # Before the state is waited for.
+    x3 = tl.load(x_ptr + channel, mask=inside & (first < last), other=0.0)
+    read = inside & (slot >= 0) & (computed > 0)
     x0 = tl.load(states_ptr + place, mask=read, other=0.0).to(tl.float32)
     x1 = tl.load(states_ptr + stride_place + place, mask=read, other=0.0).to(tl.float32)
     x2 = tl.load(states_ptr + 2 * stride_place + place, mask=read, other=0.0).to(tl.float32)
-    for _ in range(0, tl.minimum(last - first, 3)):
-        x3 = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    x3 = x3.to(tl.float32)
+    count = last - first if WALK else tl.minimum(last - first, 3)
+    for token in range(1, count + 1):
         y = _silu(_convolved(x0, x1, x2, x3, w0, w1, w2, w3))
         tl.store(y_ptr + channel, tl.where(slot >= 0, y, 0.0), mask=inside)
-        x0, x1, x2 = x1, x2, x3
         x_ptr += stride
         y_ptr += channels
-    if last - first > 3:
-        x_ptr += (last - first - 6).to(tl.int64) * stride
-        x0 = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-        x1 = tl.load(x_ptr + stride + channel, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(x_ptr + 2 * stride + channel, mask=inside, other=0.0).to(tl.float32)
+        x0, x1, x2 = x1, x2, x3
+        x3 = tl.load(x_ptr + channel, mask=inside & (token < count), other=0.0).to(tl.float32)
+    if not WALK:
+        others = last - first - 3
+        if others > 0:
+            x_ptr += (others - 3).to(tl.int64) * stride
+            x0 = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+            x1 = tl.load(x_ptr + stride + channel, mask=inside, other=0.0).to(tl.float32)
+            x2 = tl.load(x_ptr + 2 * stride + channel, mask=inside, other=0.0).to(tl.float32)
     written = inside & (paged != 0) & (slot >= 0) & (first < last)
     tl.store(states_ptr + place, x0.to(tl.bfloat16), mask=written)
     tl.store(states_ptr + stride_place + place, x1.to(tl.bfloat16), mask=written)
@@ -154,13 +165,14 @@ def _conv_kernel(
     tokens, sequences, channels, stride, stride_slot, stride_place, stride_channel, paged,
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
+    """TOKENS: of a program after those of the sequences; with 1 these walk along them."""
     program, channel = tl.program_id(0), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     w0, w1, w2, w3 = numbers_of(tl.load(weight_ptr + channel, mask=inside, other=0))
-    if program < sequences:
-        _first_three(
-            x_ptr, channel, inside, w0, w1, w2, w3, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr,
-            program, channels, stride, stride_slot, stride_place, stride_channel, paged,
+    if (program < sequences) | (TOKENS == 1):
+        _first_tokens(
+            x_ptr, channel, inside, w0, w1, w2, w3, states_ptr, slots_ptr, computed_ptr, cu_ptr, y_ptr, program,
+            tokens, sequences, channels, stride, stride_slot, stride_place, stride_channel, paged, TOKENS == 1,
         )  # fmt: skip
     else:
         token = (program - sequences) * TOKENS + tl.arange(0, TOKENS)
@@ -168,6 +180,16 @@ def _conv_kernel(
             x_ptr, channel, inside, w0, w1, w2, w3, slots_ptr, cu_ptr, y_ptr,
             token, tokens, sequences, channels, stride, paged,
         )  # fmt: skip
+
+
+@jit
+def _four_rows(x_ptr, inside, count, stride):
+    """Four rows from ``x_ptr`` on, zeros after ``count``."""
+    x0 = tl.load(x_ptr, mask=inside & (count > 0), other=0.0)
+    x1 = tl.load(x_ptr + stride, mask=inside & (count > 1), other=0.0)
+    x2 = tl.load(x_ptr + 2 * stride, mask=inside & (count > 2), other=0.0)
+    x3 = tl.load(x_ptr + 3 * stride, mask=inside & (count > 3), other=0.0)
+    return x0, x1, x2, x3
 
 
 @jit(do_not_specialize=["tokens", "sequences"])
@@ -179,46 +201,54 @@ def _conv_backward_kernel(
     inside = channel < channels
     w0, w1, w2, w3 = numbers_of(tl.load(weight_ptr + channel, mask=inside, other=0))
     start = tl.program_id(0) * TOKENS
+    stop = tl.minimum(start + TOKENS, tokens) + 3
+    read_stop = tl.minimum(stop, tl.load(cu_ptr + sequences))
+    x_ptr += start.to(tl.int64) * stride + channel
+    dy_ptr += start.to(tl.int64) * channels + channel
+    dx_ptr += (start.to(tl.int64) - 3) * channels + channel
+    xs = _four_rows(x_ptr, inside, read_stop - start, stride)
+    dys = _four_rows(dy_ptr, inside, read_stop - start, channels)
     sequence = tl.sum(_sequences_of(start + tl.arange(0, 1), cu_ptr, sequences), axis=0)
     first = tl.load(cu_ptr + sequence)
     following = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=2147483647)
-    x_ptr += start.to(tl.int64) * stride
-    dy_ptr += start.to(tl.int64) * channels
-    dx_ptr += (start.to(tl.int64) - 3) * channels
-    x0 = tl.load(x_ptr - 3 * stride + channel, mask=inside & (start - 3 >= first), other=0.0).to(tl.float32)
-    x1 = tl.load(x_ptr - 2 * stride + channel, mask=inside & (start - 2 >= first), other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr - stride + channel, mask=inside & (start - 1 >= first), other=0.0).to(tl.float32)
+    x0 = tl.load(x_ptr - 3 * stride, mask=inside & (start - 3 >= first), other=0.0).to(tl.float32)
+    x1 = tl.load(x_ptr - 2 * stride, mask=inside & (start - 2 >= first), other=0.0).to(tl.float32)
+    x2 = tl.load(x_ptr - stride, mask=inside & (start - 1 >= first), other=0.0).to(tl.float32)
     zero = tl.zeros((CHANNELS,), tl.float32)
     dx0, dx1, dx2 = zero, zero, zero  # of the three tokens before, from those up to here
     dw0, dw1, dw2, dw3 = zero, zero, zero, zero
-    for t in range(start, tl.minimum(start + TOKENS, tokens) + 3):
-        while (following <= t) & (sequence < sequences):
-            sequence += 1
-            first = following
-            following = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=2147483647)
-        place, read = t - first, inside & (t < tokens) & (sequence < sequences)
-        x3 = tl.load(x_ptr + channel, mask=read, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + channel, mask=read, other=0.0).to(tl.float32)
-        x0, x1, x2 = tl.where(place >= 3, x0, 0.0), tl.where(place >= 2, x1, 0.0), tl.where(place >= 1, x2, 0.0)
-        y = _convolved(x0, x1, x2, x3, w0, w1, w2, w3)
-        probability = sigmoid(y)
-        dy *= probability * (1.0 + y * (1.0 - probability))
-        dx = dx0 + tl.where(place >= 3, w0 * dy, 0.0)
-        tl.store(dx_ptr + channel, dx.to(tl.bfloat16), mask=inside & (t - 3 >= start))
-        dx0 = dx1 + tl.where(place >= 2, w1 * dy, 0.0)
-        dx1 = dx2 + tl.where(place >= 1, w2 * dy, 0.0)
-        dx2 = w3 * dy
-        mine = tl.where(t < start + TOKENS, dy, 0.0)
-        dw0, dw1, dw2, dw3 = dw0 + x0 * mine, dw1 + x1 * mine, dw2 + x2 * mine, dw3 + x3 * mine
-        x0, x1, x2 = x1, x2, x3
-        x_ptr += stride
-        dy_ptr += channels
-        dx_ptr += channels
-    dw_ptr += tl.program_id(0).to(tl.int64) * channels * 4
-    tl.store(dw_ptr + channel * 4, dw0, mask=inside)
-    tl.store(dw_ptr + channel * 4 + 1, dw1, mask=inside)
-    tl.store(dw_ptr + channel * 4 + 2, dw2, mask=inside)
-    tl.store(dw_ptr + channel * 4 + 3, dw3, mask=inside)
+    for four in range(start, stop, 4):
+        # The next four rows are on their way while these are computed.
+        x_ptr += 4 * stride
+        dy_ptr += 4 * channels
+        next_xs = _four_rows(x_ptr, inside, read_stop - four - 4, stride)
+        next_dys = _four_rows(dy_ptr, inside, read_stop - four - 4, channels)
+        for i in tl.static_range(4):
+            t = four + i
+            while (following <= t) & (sequence < sequences):
+                sequence += 1
+                first = following
+                following = tl.load(cu_ptr + sequence + 1, mask=sequence < sequences, other=2147483647)
+                x0, x1, x2 = zero, zero, zero
+            place, x3, dy = t - first, xs[i].to(tl.float32), dys[i].to(tl.float32)
+            y = _convolved(x0, x1, x2, x3, w0, w1, w2, w3)
+            probability = sigmoid(y)
+            dy *= probability * (1.0 + y * (1.0 - probability))
+            dx = dx0 + tl.where(place >= 3, w0 * dy, 0.0)
+            tl.store(dx_ptr, dx.to(tl.bfloat16), mask=inside & (t - 3 >= start) & (t < stop))
+            dx0 = dx1 + tl.where(place >= 2, w1 * dy, 0.0)
+            dx1 = dx2 + tl.where(place >= 1, w2 * dy, 0.0)
+            dx2 = w3 * dy
+            mine = tl.where(t < start + TOKENS, dy, 0.0)
+            dw0, dw1, dw2, dw3 = dw0 + x0 * mine, dw1 + x1 * mine, dw2 + x2 * mine, dw3 + x3 * mine
+            x0, x1, x2 = x1, x2, x3
+            dx_ptr += channels
+        xs, dys = next_xs, next_dys
+    dw_ptr += tl.program_id(0).to(tl.int64) * 4 * channels + channel
+    tl.store(dw_ptr, dw0, mask=inside)
+    tl.store(dw_ptr + channels, dw1, mask=inside)
+    tl.store(dw_ptr + 2 * channels, dw2, mask=inside)
+    tl.store(dw_ptr + 3 * channels, dw3, mask=inside)
 
 
 def _tap_words(weight: torch.Tensor) -> torch.Tensor:
@@ -233,9 +263,11 @@ def triton_causal_conv1d_update(x, weight, states, slots, computed, cu_seqlens) 
     y = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
     paged = states is not None
     if y.numel():
-        tile_tokens, tile_channels = _DECODE_TILE if tokens < _FEW_TOKENS * sequences else _TILE
+        tile = _WALK if tokens <= sequences else _FEW_TILE if tokens < _FEW_TOKENS * sequences else _TILE
+        tile_tokens, tile_channels = tile
+        programs = sequences + (1 if tile == _WALK else ceil_div(tokens, tile_tokens))
         # Pointers of what is absent are never dereferenced.
-        _conv_kernel[(sequences + ceil_div(tokens, tile_tokens), ceil_div(channels, tile_channels))](
+        _conv_kernel[(programs, ceil_div(channels, tile_channels))](
             x,
             _tap_words(weight),
             *((states, slots, computed) if paged else (x, cu_seqlens, cu_seqlens)),
@@ -265,7 +297,7 @@ def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tens
     """As :func:`reference_causal_conv1d_backward`; a program goes along 64 tokens, and three more for dx."""
     x, (tokens, channels), tiles = unit_stride(x), x.shape, ceil_div(len(x), _BACKWARD_TOKENS)
     dx = torch.empty(tokens, channels, dtype=torch.bfloat16, device=x.device)
-    dw = torch.empty(tiles, channels, TAPS, dtype=torch.float32, device=x.device)
+    dw = torch.empty(tiles, TAPS, channels, dtype=torch.float32, device=x.device)
     if dx.numel():
         _conv_backward_kernel[(tiles, ceil_div(channels, _BACKWARD_CHANNELS))](
             dy.to(torch.bfloat16).contiguous(),
@@ -282,7 +314,7 @@ def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tens
             CHANNELS=_BACKWARD_CHANNELS,
             num_warps=1,
         )
-    return dx, dw.sum(dim=0)
+    return dx, dw.sum(dim=0).mT.contiguous()
 
 
 # --- torch operators --------------------------------------------------------------------------------------------------

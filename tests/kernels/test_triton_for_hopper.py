@@ -132,6 +132,7 @@ FP32_OUT, INT32_OUT = {"out_ptr": "*fp32", "total_ptr": "*fp32"}, {"out_ptr": "*
         ("block_sums._many_kernel", {"HALVINGS": 8, "BLOCK": 128}, INT64, 4),
         ("causal_conv1d._conv_kernel", {"TOKENS": 16, "CHANNELS": 256, "stride_channel": 1}, OF_THE_CONV, 4),
         ("causal_conv1d._conv_kernel", {"TOKENS": 4, "CHANNELS": 1024, "stride_channel": 1}, OF_THE_CONV, 4),
+        ("causal_conv1d._conv_kernel", {"TOKENS": 1, "CHANNELS": 1024, "stride_channel": 1}, OF_THE_CONV, 4),
         ("causal_conv1d._conv_backward_kernel", {"TOKENS": 64, "CHANNELS": 128}, OF_THE_CONV, 4),
         ("gated_rms_norm._gated_norm_kernel", {"HEADS": 8} | QUANTIZED, {}, 4),
         ("gated_rms_norm._gated_norm_backward_kernel", {"HEADS": 16}, {}, 4),

@@ -126,9 +126,15 @@ def jetrl_decode(layers: list[Layer], requests: int) -> tuple[Callable, Callable
         torch.full((requests,), 1000, dtype=torch.int32, device="cuda"),
         torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
     )
+
+    def rule(layer: Layer, qkv: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(layer.z)
+        kernels.gated_delta_rule_update(qkv, *layer.gates, layer.states, *places, out)
+        return out
+
     return (
         lambda layer, _: kernels.causal_conv1d_update(layer.x, layer.taps, layer.past, *places),
-        lambda layer, qkv: kernels.gated_delta_rule_update(qkv, *layer.gates, layer.states, *places),
+        rule,
         lambda layer, o: kernels.gated_rms_norm(o, layer.z, layer.norm, EPS),
     )
 

@@ -41,12 +41,12 @@ def reference_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.T
 
 
 @implements("gated_delta_rule_update", "reference")
-def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens) -> torch.Tensor:
-    """``[T, HV, 128]`` BF16; ``states`` are written in place."""
+def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens, out) -> None:
+    """As :func:`gated_delta_rule_update`."""
     state = read_slots(states, slots, computed).mT
     o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state)
     write_slots(states, slots, cu_seqlens, state.mT)
-    return zero_padded(o, slots, cu_seqlens)
+    out.copy_(zero_padded(o, slots, cu_seqlens))
 
 
 # --- native -----------------------------------------------------------------------------------------------------------
@@ -66,11 +66,10 @@ def _native_supports(*call) -> bool:
 
 
 @implements("gated_delta_rule_update", "native", supports=_native_supports)
-def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens) -> torch.Tensor:
+def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens, out) -> None:
     """As :func:`reference_gated_delta_rule_update`; without states every sequence starts here."""
-    out = torch.empty(*b.shape, HEAD, dtype=torch.bfloat16, device=qkv.device)
     if not len(qkv):
-        return out
+        return
     shared = len(qkv) >= _SHARE_FROM * (len(cu_seqlens) - 1)
     native.operators().delta_rule(
         qkv.contiguous(),
@@ -86,13 +85,14 @@ def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
         b.new_empty(5, *b.shape) if shared else None,
         out,
     )
-    return out
 
 
 @implements("gated_delta_rule", "native", supports=_native_supports)
 def native_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     """As :func:`reference_gated_delta_rule`, by the update's kernel."""
-    return native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, None, None, None, cu_seqlens)
+    out = qkv.new_empty(*b.shape, HEAD)
+    native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, None, None, None, cu_seqlens, out)
+    return out
 
 
 # --- gradient ---------------------------------------------------------------------------------------------------------
@@ -143,8 +143,8 @@ _gated_delta_rule = dispatched(
 
 @operator(
     "gated_delta_rule_update(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor(a!) states,"
-    " Tensor slots, Tensor computed, Tensor cu_seqlens) -> Tensor",
-    fake=_fake,
+    " Tensor slots, Tensor computed, Tensor cu_seqlens, Tensor(b!) out) -> ()",
+    fake=lambda *_: None,
     backends=NATIVE_ALONE,
 )
 def gated_delta_rule_update(
@@ -157,16 +157,15 @@ def gated_delta_rule_update(
     slots: torch.Tensor,
     computed: torch.Tensor,
     cu_seqlens: torch.Tensor,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """:func:`gated_delta_rule` of the next tokens of requests, for inference.
 
     Args:
         qkv: ``[T, C]`` BF16 of ``causal_conv1d_update``. b, a, a_log, dt_bias: as of :func:`gated_delta_rule`.
         states: ``[slots, HV, 128, 128]`` FP32, values' features first, each head's contiguous, written in place.
         slots, computed, cu_seqlens: as of ``causal_conv1d_update``.
-
-    Returns:
-        ``[T, HV, 128]`` BF16.
+        out: ``[T, HV, 128]`` BF16, contiguous, written in place.
 
     Raises:
         TypeError: an operand of another type. ValueError: shapes that do not fit.
@@ -175,8 +174,10 @@ def gated_delta_rule_update(
     require_fp32("gated_delta_rule_update", states=states)
     require_shape("gated_delta_rule_update", "states", states, (states.shape[0], b.shape[1], HEAD, HEAD))
     require_slots("gated_delta_rule_update", slots, computed, cu_seqlens)
+    require_bf16("gated_delta_rule_update", out=out)
+    require_shape("gated_delta_rule_update", "out", out, (*b.shape, HEAD))
     run = lookup("gated_delta_rule_update", qkv.device)
-    return run(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens)
+    run(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens, out)
 
 
 def _check(operation: str, qkv, b, a, a_log, dt_bias) -> None:

@@ -116,7 +116,7 @@ def delta_net(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Te
     step = requests.slots, requests.computed, requests.cu_seqlens
     qkv = kernels.causal_conv1d_update(qkv[:tokens], layer.conv1d.weight.flatten(1), conv_states, *step)
     decay = layer.A_log, layer.dt_bias
-    out[:tokens] = kernels.gated_delta_rule_update(qkv, b[:tokens], a[:tokens], *decay, states, *step)
+    kernels.gated_delta_rule_update(qkv, b[:tokens], a[:tokens], *decay, states, *step, out[:tokens])
     out[tokens:] = 0
 
 

@@ -147,11 +147,10 @@ def _delta_net(inputs: ProbeInputs, rollout: bool) -> dict[str, Any]:
         outputs = torch.empty_like(to_conv), x.new_empty(len(x), 2, 128)
         states = x.new_full((5, 3, 512), torch.nan), b.new_full((5, 2, 128, 128), torch.nan)
         for tokens, *places in _state_steps(x.device):
-            step = (
-                kernels.causal_conv1d_update(to_conv[tokens], taps, states[0], *places),
-                kernels.gated_delta_rule_update(to_rule[tokens], b[tokens], a[tokens], *of_heads, states[1], *places),
-            )
-            for output, rows in zip(outputs, step, strict=True):
+            convolved = kernels.causal_conv1d_update(to_conv[tokens], taps, states[0], *places)
+            ruled = torch.empty_like(outputs[1][tokens])
+            kernels.gated_delta_rule_update(to_rule[tokens], b[tokens], a[tokens], *of_heads, states[1], *places, ruled)
+            for output, rows in zip(outputs, (convolved, ruled), strict=True):
                 output[tokens[:-1]] = rows[:-1]
     else:
         cu_seqlens = inputs.cu_seqlens

@@ -118,7 +118,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
         "causal_conv1d_update": (qkv, taps, conv_states, whole(2, 0), fresh, cu),
         "gated_delta_rule": (qkv, *gates, cu),
         "gated_delta_rule_backward": (normal(TOKENS, 2, 128), qkv, *gates, cu),
-        "gated_delta_rule_update": (qkv, *gates, delta_states, whole(2, 0), fresh, cu),
+        "gated_delta_rule_update": (qkv, *gates, delta_states, whole(2, 0), fresh, cu, normal(TOKENS, 2, 128)),
         "gated_rms_norm": gated,
         "gated_rms_norm_backward": (normal(TOKENS, 2 * 128), *gated),
         "gated_rms_norm_quantize": (*gated, "fp32", True),

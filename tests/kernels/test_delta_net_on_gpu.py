@@ -45,7 +45,9 @@ def test_a_captured_decode_step_writes_zeros_for_padded_requests_and_no_state(st
 
     def step() -> torch.Tensor:
         qkv = kernels.causal_conv1d_update(x, taps, past, slots, computed, cu)
-        return kernels.gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu)
+        out = qkv.new_empty(*b.shape, 128)
+        kernels.gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu, out)
+        return out
 
     with torch.no_grad():
         step()
@@ -86,7 +88,8 @@ def test_states_have_fp32_accuracy():
     slots, computed = torch.zeros(2, dtype=torch.int32)
     qkv = kernels.causal_conv1d(x, taps, cu.cuda())
     for target, device in zip(states, ("cpu", "cuda"), strict=True):
-        call = [t.to(device) for t in (qkv, b, a, a_log, dt_bias, target, slots[None], computed[None], cu)]
+        out = qkv.new_empty(*b.shape, 128)
+        call = [t.to(device) for t in (qkv, b, a, a_log, dt_bias, target, slots[None], computed[None], cu, out)]
         kernels.gated_delta_rule_update(*call)
         target.copy_(call[5])
     want, got = states

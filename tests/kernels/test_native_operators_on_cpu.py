@@ -323,10 +323,9 @@ def test_the_delta_rule_is_the_references(lengths, multiprocessors, set_multipro
     states, slots = torch.randn(6, HEADS, 128, 128), torch.tensor([4, -1, 0, 2][: len(lengths)], dtype=torch.int32)
     call = slots, torch.tensor([7, 1, 2, 0][: len(lengths)], dtype=torch.int32), packed(*lengths)
     got, want = states.clone(), states.clone()
-    outputs = [
-        dispatch.implementation("gated_delta_rule_update", backend)(qkv, b, a, a_log, dt_bias, target, *call)
-        for backend, target in (("native", got), ("reference", want))
-    ]
+    outputs = [torch.full((*b.shape, 128), torch.nan).bfloat16() for _ in range(2)]
+    for backend, target, out in (("native", got, outputs[0]), ("reference", want, outputs[1])):
+        dispatch.implementation("gated_delta_rule_update", backend)(qkv, b, a, a_log, dt_bias, target, *call, out)
     for x, y in (outputs, (got, want)):
         assert (x.float() - y.float()).norm() <= 2**-8 * y.float().norm()
     assert (outputs[0][-2:] == 0).all() and torch.equal(got[5], states[5])
@@ -334,7 +333,7 @@ def test_the_delta_rule_is_the_references(lengths, multiprocessors, set_multipro
 
 
 def test_states_of_another_layout_have_no_backend():
-    names = "qkv b a a_log dt_bias states slots computed cu_seqlens"
+    names = "qkv b a a_log dt_bias states slots computed cu_seqlens out"
     call = [arguments_of("delta_rule")[0][name] for name in names.split()]
     call[5] = call[5].mT
     with pytest.raises(ValueError, match="no other backend computes it"):

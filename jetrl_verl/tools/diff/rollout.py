@@ -185,11 +185,11 @@ class Recorder:
                 self._keep("convolution", rows[: len(self._rows)])
             return rows
 
-        def ruled(rule: Callable, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *args: Any) -> torch.Tensor:
+        def ruled(rule: Callable, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *args: Any) -> None:
             if self._order:
                 for name, rows in ((names.b, b), (names.a, a)):
                     self._keep(leaf(name), rows[: len(self._rows)])
-            return rule(qkv, b, a, *args)
+            rule(qkv, b, a, *args)
 
         self._exchange(kernels, "causal_conv1d_update", convolved)
         self._exchange(kernels, "gated_delta_rule_update", ruled)

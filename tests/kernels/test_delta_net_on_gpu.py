@@ -25,10 +25,16 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
     check_cuts(seed, most, strided, "cuda", LENGTHS)
 
 
-@pytest.mark.parametrize("more", [0, 90])
+@pytest.mark.parametrize("strided", [False, True])
+def test_steps_of_many_and_of_few_requests_have_the_trainers_bits(strided):
+    """Eight values of a head at a time, then four, then two as the requests end."""
+    check_cuts(5, 3, strided, "cuda", (40, 1, 2, 30, 60, 90, *(17,) * 30))
+
+
+@pytest.mark.parametrize("more", [(), (3,) * 10, (3,) * 90, (1,) * 90])
 def test_a_sequence_depends_on_no_other_one(more):
-    """Few tokens a sequence are computed in one launch, more in two."""
-    check_sequences_alone("cuda", (131, 1, 2, 64, *(3,) * more))
+    """Few tokens a sequence are computed in one launch, more in two; many sequences more values at a time."""
+    check_sequences_alone("cuda", (131, 1, 2, 64, *more))
 
 
 @pytest.mark.parametrize(("strided", "requests"), [(False, 1), (True, 33)])

@@ -209,6 +209,7 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, kValues < 8 ? 4 : kShared ? 8 :
   const int value = first_value + own / kOwners;
   const bool writes = lane >= kLanes / 2 && lane % kOwners == 0;
   const bool paged = p.states != nullptr;
+  sm90::wait_for_previous_kernel();
   // The blocks after those of the sequences write zeros after the last sequence.
   const bool last_of_all = sequence == p.sequences;
   const int begin = p.cu_seqlens[sequence], end = last_of_all ? p.tokens : p.cu_seqlens[sequence + 1];
@@ -288,7 +289,7 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, kValues < 8 ? 4 : kShared ? 8 :
 template <int kValues, int kWarps>
 void launch_rule(const DeltaRule& p, Stream stream) {
   const int blocks = (p.sequences + 1) * p.heads * (kHead / (2 * kValues * kWarps));
-  const Grid grid{blocks, 1, 32 * kWarps, 0, stream};
+  const Grid grid{blocks, 1, 32 * kWarps, 0, stream, true};  // starts while the convolution ends
   if (p.factors != nullptr) {
     launch<sm90_delta_rule<true, kValues, kWarps>>(grid, p);
   } else {

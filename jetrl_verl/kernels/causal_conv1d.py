@@ -11,6 +11,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels.by_reference import keep, kept
+from jetrl_verl.kernels.device.dependents import launch_dependents
 from jetrl_verl.kernels.device.elementary import numbers_of, sigmoid
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
@@ -166,6 +167,7 @@ def _conv_kernel(
     TOKENS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """TOKENS: of a program after those of the sequences; with 1 these walk along them."""
+    launch_dependents()  # the delta rule
     program, channel = tl.program_id(0), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < channels
     w0, w1, w2, w3 = numbers_of(tl.load(weight_ptr + channel, mask=inside, other=0))

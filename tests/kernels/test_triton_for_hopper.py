@@ -170,6 +170,12 @@ def test_the_quantizer_launches_its_dependents_at_once_on_hopper(capability, cou
     assert "griddepcontrol.wait" not in ptx
 
 
+def test_the_convolution_launches_the_delta_rule_at_once():
+    constants = {"TOKENS": 1, "CHANNELS": 1024, "stride_channel": 1}
+    ptx = ptx_of("causal_conv1d._conv_kernel", constants, types=OF_THE_CONV, num_warps=4)
+    assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
+
+
 @pytest.mark.parametrize("pow2", [True, False])
 @pytest.mark.parametrize(
     ("name", "constants", "options", "loads", "stores"),

@@ -1,10 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Programmatic dependent launch: the quantizers of a rollout's linears let the next kernel start early.
+"""Programmatic dependent launch: the quantizers of a rollout's linears, and a delta net's convolution, let the next
+kernel start early.
 
-The decode GEMM with ``static_weight`` is launched with the attribute: it starts when all programs of the previous
-kernel have called :func:`launch_dependents` or ended, and waits before it reads what that kernel writes. The callers
-are launched without the attribute, so no other kernel can be unfinished then.
+The decode GEMM with ``static_weight`` and the delta rule are launched with the attribute: they start when all programs
+of the previous kernel have called :func:`launch_dependents` or ended, and wait before they read what it writes. The
+callers are launched without the attribute, so no other kernel can be unfinished then.
 """
 
 import triton.language as tl

@@ -327,6 +327,16 @@ def ratio(record: Mapping, records: Sequence[Mapping], names: Collection[str]) -
     return min(map(step_seconds, baselines)) / step_seconds(record) if baselines else None
 
 
+def kept(records: Sequence[Mapping]) -> list[Mapping]:
+    """All records but incomplete ones of which a later call took the same row on the same host."""
+
+    def key(record: Mapping) -> tuple:
+        return tuple(record[name] for name in ("job", "row", "tiny", "host"))
+
+    later = [{key(record) for record in records[place + 1 :]} for place in range(len(records))]
+    return [record for record, keys in zip(records, later) if record["complete"] or key(record) not in keys]
+
+
 def show(records: Sequence[Mapping]) -> None:
     """Print the table of all records, then errors and builds."""
     columns = ("timed", "response", "at limit", *PHASES[:-1], "step", *(f"vs {name}" for name in BASELINES))
@@ -385,7 +395,7 @@ def main(words: Sequence[str] | None = None) -> int:
         status = 0 if record["complete"] else record["status"] or 1
     elif not file.exists():
         parser.error(f"{file} does not exist: no row has run. Name a job and a row.")
-    show([json.loads(line) for line in file.read_text().splitlines()])
+    show(kept([json.loads(line) for line in file.read_text().splitlines()]))
     return status
 
 

@@ -77,6 +77,12 @@ def test_the_fastest_rival_is_the_baseline():
     assert steps.ratio(jet, [*rivals, jet], steps.BASELINES["FP8 rollout"]) == 1.3
 
 
+def test_a_row_that_was_taken_again_replaces_an_incomplete_one():
+    failed, again, other = record("jet_fp8", 20.0, complete=False), record("jet_fp8", 21.0), record("verl_fp8", 22.0)
+    assert steps.kept([failed, other, again, again]) == [other, again, again]
+    assert steps.kept([again, failed]) == [again, failed]
+
+
 def test_the_first_steps_and_those_without_a_gradient_are_left_out():
     logged = {"response_length/mean": 12.0, "response_length/clip_ratio": 0.25, "rollout_corr/k3_kl": 0.0}
     norms = (1.0, 1.0, None, 1.0, 1.0)

@@ -67,6 +67,7 @@ def diagnose(ray: bool = True) -> list[Finding]:
         answers = dict(zip(names, pool.map(ask, names)))
     drivers = [f"{name}, driver {driver}" for name, driver in nvidia_smi()]
     checks = [
+        lambda: check_library(answers["kernels"]),
         lambda: check_packages(),
         lambda: check_gpus(answers["kernels"], drivers),
         lambda: check_kernels(answers["kernels"]),
@@ -88,6 +89,24 @@ def _run(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     except Exception as error:  # the other checks still report
         where = traceback.extract_tb(error.__traceback__)[-1].name
         return [Finding(where, WRONG, f"{type(error).__name__}: {error}", "report this line: the check failed")]
+
+
+def check_library(kernels: dict[str, Any]) -> Iterator[Finding]:
+    """Whether the Hopper kernels are there and load; without them a run is slower, not wrong."""
+    library, subject = kernels.get("library"), "Hopper kernels"
+    if library is None:
+        return  # check_kernels reports the error
+    detail = f"{library['name']}, SHA-256 {library['sha256']}"
+    if library["sha256"] is None:
+        on_hopper = any(tuple(gpu["capability"]) == CAPABILITY for gpu in kernels.get("gpus", []))
+        price = f": {IN_TRITON}" if on_hopper else "; no GPU here would run them"
+        detail = f"{library['name']} is not in this package{price}; `make wheel` makes a wheel that has it, with nvcc"
+        yield Finding(subject, NOTE, detail)
+    elif library["error"]:
+        fix = "install a wheel of this version, made with the installed torch or an older one (`make wheel`)"
+        yield Finding(subject, WRONG, f"{detail}, does not load: {library['error']}", fix)
+    else:
+        yield Finding(subject, OK, detail)
 
 
 def check_packages() -> Iterator[Finding]:
@@ -150,8 +169,6 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
     """Which backend computes each operation on each kind of GPU, and why a faster one does not."""
     if "error" in kernels:
         yield Finding("kernels", WRONG, kernels["error"], "fix torch and Triton first: `make setup` installs the pins")
-    if library := kernels.get("library"):
-        yield _check_library(library, any(tuple(gpu["capability"]) == CAPABILITY for gpu in kernels.get("gpus", [])))
     if (slow := kernels.get("slow_launches")) is not None:
         yield Finding("Triton launches", NOTE if slow else OK, slow or "direct")
     reported = set()
@@ -179,20 +196,6 @@ def check_kernels(kernels: dict[str, Any]) -> Iterator[Finding]:
                 yield Finding(f"kernels, {platform}", NOTE, f"{name} is not used: {reason}")
         if facts["elsewhere"]:
             yield Finding(f"kernels, {platform}", NOTE, f"{', '.join(facts['elsewhere'])}: not for this device")
-
-
-def _check_library(library: dict[str, Any], on_hopper: bool) -> Finding:
-    """Whether the Hopper kernels are there and load; without them a run is slower, not wrong."""
-    subject = "Hopper kernels"
-    if library["sha256"] is None:
-        price = f": {IN_TRITON}" if on_hopper else "; no GPU here would run them"
-        detail = f"{library['name']} is not in this package{price}; `make wheel` makes a wheel that has it, with nvcc"
-        return Finding(subject, NOTE, detail)
-    detail = f"{library['name']}, SHA-256 {library['sha256']}"
-    if library["error"]:
-        fix = "install a wheel of this version, made with the installed torch or an older one (`make wheel`)"
-        return Finding(subject, WRONG, f"{detail}, does not load: {library['error']}", fix)
-    return Finding(subject, OK, detail)
 
 
 def check_self(answer: dict[str, Any], kernels: dict[str, Any]) -> Iterator[Finding]:

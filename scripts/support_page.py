@@ -54,8 +54,9 @@ NOTES = (
     "rollout has ranks, since those round there: 0.9 to 1.4% of an update at TP 2 to 8 (8B, 8192 tokens, H200).",
     "Small micro-batches of small models take BF16's time: the update is host-bound. `jetrl.gathered=batch` takes a "
     "fifth of an update away.",
-    "Without the Hopper kernels (no nvcc when the package was installed) WGrad runs in Triton at "
-    f"{WGRAD_IN_TRITON} of BF16's speed; a line at the start of a run says so.",
+    "Without the Hopper kernels (no nvcc when the package was installed) an FP8 WGrad runs in Triton at "
+    f"{WGRAD_IN_TRITON} of BF16's speed; `jetrl.backward=auto` is then `bf16` for a dense model, and the first lines "
+    "of a run say so.",
     "`jetrl reshard` does not support FSDP1 checkpoints and remote paths; a run resumes on another number of GPUs with "
     "FSDP2 alone.",
     "A single request, as of a validation or an agent loop, may set `top_p`, `top_k` or penalties under shared "

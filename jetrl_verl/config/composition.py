@@ -15,10 +15,11 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
+from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
 from .attention import chosen_attentions, flash_attention_runs, no_flash_attention
 from .data import find_media
+from .hopper_kernels import CHOSEN_BACKWARD
 from .installed import installed_version, on_cpu
 from .job import Job
 from .model import overrides_of_both, overrides_of_trainer, read_model
@@ -30,13 +31,14 @@ from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import ADAPTERS, BUCKET, CORRECTION, MODEL, ROLLOUT, TENSOR_PARALLEL, TRAINER_MODE, VLLM
 from .support.table import TABLE, inexact_because, losses, refusals, stock_because
 from .vllm_plugins import replacements
+from .workers import answer_here, without_kernels
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "precision": PRECISIONS[1:],
     "train": (*TRAINED, UNQUANTIZED),
     "rollout": (*FORMATS, UNQUANTIZED),
     "scale_rule": SCALE_RULES,
-    "backward": (*TRAINED, UNQUANTIZED),
+    "backward": ("auto", *TRAINED, UNQUANTIZED),
     "unfit_layers": ("stop", "skip"),
     "ref": (UNQUANTIZED, *TRAINED),
     "critic": (UNQUANTIZED, *TRAINED),
@@ -73,6 +75,10 @@ def resolve(config: DictConfig) -> Job | None:
         _say(f"jetrl_verl: note: {no_flash_attention()}, so the plugin sets {settings}.")
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
+    if options.backward == "auto":
+        options = replace(options, backward=UNQUANTIZED if _bf16_backward_pays(options, get) else FLOW)
+        if options.backward == UNQUANTIZED:
+            _say(f"jetrl_verl: note: {CHOSEN_BACKWARD}")
     images = _images(get)
     if images and options.precision == "jet_fp8_exact":
         raise UnsupportedConfiguration(TABLE["exact_images"].message(get, what=images))
@@ -191,6 +197,28 @@ def _start_lines(job: Job, get: Get) -> Iterator[str]:
         yield f"exactness is OFF: {sentence}"
     for sentence in losses(get, NOTE_ROWS):
         yield f"note: {sentence}"
+
+
+@cache
+def _hopper_without_kernels() -> bool:
+    """Whether this machine has Hopper GPUs and the package lacks the kernels for them."""
+    return bool(without_kernels({"here": answer_here()}))
+
+
+def _bf16_backward_pays(options: JetConfig, get: Get) -> bool:
+    """Whether DGrad and WGrad are faster in BF16: of a dense model on this machine's Hopper GPUs without the kernels.
+
+    A driver without a GPU cannot know; ``workers`` then names the nodes and the setting.
+    """
+    from jetrl_verl.models import Unsupported, family
+
+    if on_cpu() or options.train == UNQUANTIZED or not _hopper_without_kernels():
+        return False
+    try:
+        model = read_model(get(f"{MODEL}.path"))
+        return model is not None and family(model.config).experts is None
+    except (Unsupported, UnsupportedConfiguration):  # refused later, with a sentence
+        return False
 
 
 def _why_stock(options: JetConfig, get: Get) -> list[str]:

@@ -20,6 +20,13 @@ IN_TRITON = (
 )
 """The price for FP8 training."""
 
+CHOSEN_BACKWARD = (
+    "jetrl.backward=auto is bf16, since the package lacks the Hopper kernels and WGrad in Triton has "
+    f"{WGRAD_IN_TRITON} of BF16's speed; log-probabilities keep their bits. Install a wheel that has the kernels "
+    "(`make wheel`), or set jetrl.backward=fp8."
+)
+"""What the driver says where it chooses a BF16 backward."""
+
 
 def in_this_package() -> bool:
     """Whether the driver's package has the kernels."""

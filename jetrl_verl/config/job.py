@@ -63,7 +63,7 @@ class Job:
         if isinstance(node, Job):
             return node
         # If each process decided on `auto`, the two sides could differ.
-        if node is None or "job" not in node or node["operations"] not in ("stock", "shared"):
+        if node is None or "job" not in node or "auto" in (node["operations"], node["backward"]):
             raise ValueError("the jetrl node is absent or was not resolved; call jetrl_verl.config.resolve first.")
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
         facts = OmegaConf.to_container(OmegaConf.create(dict(node["job"])))

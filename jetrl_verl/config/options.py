@@ -43,7 +43,8 @@ class JetConfig:
     """``fp32`` (``amax / 448``) or ``pow2`` (the next power of two); see ``reference.scales``."""
 
     backward: str = FLOW
-    """``bf16`` runs DGrad and WGrad in BF16 while FProp stays FP8."""
+    """``bf16`` runs DGrad and WGrad in BF16 while FProp stays FP8. ``auto`` stands for one of the two until
+    ``composition.resolve`` has decided."""
 
     unfit_layers: str = "stop"
     """A layer whose shape does not fit 128: ``stop`` the run, or ``skip`` it, in BF16 on both sides."""

@@ -157,8 +157,9 @@ def test_config_classes_need_options():
         JetFSDPEngineConfig()
     with pytest.raises(ValueError, match="was not resolved; call"):
         JetRolloutConfig(name="vllm")
-    edited = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8")).as_dict() | {"operations": "auto"}
-    for unresolved in (edited, {key: value for key, value in edited.items() if key != "job"}):
+    node = Job(JetConfig("jet_fp8", train="fp8", rollout="fp8")).as_dict()
+    without_facts = {key: value for key, value in node.items() if key != "job"}
+    for unresolved in (node | {"operations": "auto"}, node | {"backward": "auto"}, without_facts):
         with pytest.raises(ValueError, match="was not resolved; call"):
             JetFSDPEngineConfig(jetrl=unresolved)
 

@@ -9,6 +9,7 @@ import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_module
 from omegaconf import OmegaConf
+from support_models import MIXTURE
 from verl.utils.config import omega_conf_to_dataclass
 
 from jetrl_verl.config import UnsupportedConfiguration, composition, resolve
@@ -62,6 +63,28 @@ def run(composed, capsys):
         return config.jetrl.operations, capsys.readouterr().err
 
     return _run
+
+
+@pytest.mark.parametrize(
+    ("without_kernels", "settings", "changes", "backward"),
+    [
+        (True, {}, {}, "bf16"),
+        (True, {"jetrl.backward": "fp8"}, {}, "fp8"),
+        (True, {"jetrl.train": "bf16"}, {}, "fp8"),
+        (True, {}, MIXTURE, "fp8"),
+        (True, {}, {"model_type": "unknown"}, "fp8"),
+        (False, {}, {}, "fp8"),
+    ],
+)
+def test_the_backward_is_bf16_on_hopper_without_the_kernels(
+    composed, model, monkeypatch, capsys, without_kernels, settings, changes, backward
+):
+    monkeypatch.setattr(composition, "_hopper_without_kernels", lambda: without_kernels)
+    config = copy.deepcopy(composed)
+    for key, value in {f"{MODEL}.path": model(**changes), "jetrl.backward": "auto", **settings}.items():
+        OmegaConf.update(config, key, value)
+    assert resolve(config).options.backward == config.jetrl.backward == backward
+    assert ("jetrl.backward=auto is bf16" in capsys.readouterr().err) == (backward == "bf16")
 
 
 def test_auto_is_shared_where_every_operation_is_supported(run, model):

@@ -66,7 +66,7 @@ OPTION_ROWS: dict[str, Row] = {
     "backward_without_fp8_training": Row(
         "an option of the FP8 backward without FP8 training",
         "no model trains in FP8",
-        {"jetrl.backward": other_than(*TRAINED)},
+        {"jetrl.backward": other_than("auto", *TRAINED)},
         scope=Scope(
             "jetrl.train=bf16 and jetrl.critic=bf16", lambda get: _bf16(get, "train", "critic"), "precision=jet_fp8"
         ),

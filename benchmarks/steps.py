@@ -232,7 +232,7 @@ def host() -> str:
 
 def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
     """Run verl for one row, until ``ends`` by ``time.monotonic()`` at most; the row's record."""
-    job = replace(JOBS[name], sequences=16, response=24) if tiny else JOBS[name]
+    job = replace(JOBS[name], sequences=16, response=24, settings=()) if tiny else JOBS[name]
     missing = folders_without()
     compiling = start_compiling(missing)  # once on all cores; else each process of a fresh machine does it again
     model = out / "models" / (f"{job.model}-tiny-{job.gpus}" if tiny else f"{job.model}-{job.response}")

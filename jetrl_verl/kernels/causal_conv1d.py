@@ -145,17 +145,20 @@ def _later_tokens(
     x_ptr, channel, inside, w0, w1, w2, w3, slots_ptr, cu_ptr, y_ptr, token, tokens, sequences, channels, stride, paged
 ):
     """A tile of the tokens that have three others before them; zeros after the last sequence."""
+    x_ptr += token.to(tl.int64)[:, None] * stride + channel[None, :]
+    # Before the sequences are known; of another sequence's rows nothing is stored.
+    read = ((token >= 3) & (token < tokens))[:, None] & inside[None, :]
+    x0 = tl.load(x_ptr - 3 * stride, mask=read, other=0.0)
+    x1 = tl.load(x_ptr - 2 * stride, mask=read, other=0.0)
+    x2 = tl.load(x_ptr - stride, mask=read, other=0.0)
+    x3 = tl.load(x_ptr, mask=read, other=0.0)
     sequence = _sequences_of(token, cu_ptr, sequences)
     known = (token < tokens) & (sequence < sequences)
     slot = tl.load(slots_ptr + sequence, mask=known & (paged != 0), other=0)
     later = token - tl.load(cu_ptr + sequence, mask=known, other=0) >= 3
-    read = (known & later & (slot >= 0))[:, None] & inside[None, :]
-    x_ptr += token.to(tl.int64)[:, None] * stride + channel[None, :]
-    x0 = tl.load(x_ptr - 3 * stride, mask=read, other=0.0).to(tl.float32)
-    x1 = tl.load(x_ptr - 2 * stride, mask=read, other=0.0).to(tl.float32)
-    x2 = tl.load(x_ptr - stride, mask=read, other=0.0).to(tl.float32)
-    x3 = tl.load(x_ptr, mask=read, other=0.0).to(tl.float32)
+    x0, x1, x2, x3 = x0.to(tl.float32), x1.to(tl.float32), x2.to(tl.float32), x3.to(tl.float32)
     y = _silu(_convolved(x0, x1, x2, x3, w0[None, :], w1[None, :], w2[None, :], w3[None, :]))
+    y = tl.where((known & (slot >= 0))[:, None], y, 0.0)
     written = ((token < tokens) & (later | (sequence == sequences)))[:, None] & inside[None, :]
     tl.store(y_ptr + token.to(tl.int64)[:, None] * channels + channel[None, :], y, mask=written)
 

@@ -143,9 +143,11 @@ def is_hybrid(job: Job) -> bool:
 def refused(job: Job, row: Row, tiny: bool) -> str:
     """Why a row cannot run on this machine; empty if it can."""
     if tiny:
-        return f"{row.name} is not supported with --tiny: its kernels need a GPU." if row.name in STOCK else ""
+        others = ", ".join(name for name in ROWS if name not in STOCK)
+        words = f"{row.name} is not supported with --tiny: its kernels need a GPU. Name one of {others}."
+        return words if row.name in STOCK else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = len(nvidia_smi()) if visible is None else len(visible.split(","))
+    gpus = len(nvidia_smi()) if visible is None else len(list(filter(None, visible.split(","))))
     if gpus < job.gpus:
         return f"This job takes {job.gpus} GPUs and this process has {gpus}. Name another job, or give it more."
     needed = {"liger_kernel": "liger-kernel", **({"fla": "flash-linear-attention"} if is_hybrid(job) else {})}

@@ -28,6 +28,7 @@ PATCHED_FOR_EVERY_PRECISION = {
     ),
     "separate_rollout": ("verl.trainer.ppo.v1.trainer_separate_async",),
     "token_versions": ("verl.workers.rollout.llm_server",),
+    "dead_servers": ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.v1.trainer_separate_async"),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
     "generation": (
         "verl.workers.rollout.vllm_rollout.vllm_async_server",
@@ -36,7 +37,7 @@ PATCHED_FOR_EVERY_PRECISION = {
 }
 """Modules of patches/ that apply under every precision, baselines included, and the modules of verl and vLLM that each
 patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, and an
-end of the run where a rollout worker fails."""
+end of the run where a rollout worker or server fails."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 CHECKPOINT_ENGINES = "verl.checkpoint_engine.base"

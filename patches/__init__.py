@@ -14,6 +14,7 @@ MODULES = (
     "attention_name",
     "batch_hooks",
     "checkpoint_tracker",
+    "dead_servers",
     "fork_on_cpu",
     "fsdp_on_cpu",
     "generation",

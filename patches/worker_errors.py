@@ -23,7 +23,7 @@ class WorkerError(RuntimeError):
     """What a worker of vLLM refused, in one sentence."""
 
 
-_IN_A_CHECKOUT = ("WorkerError", "DamagedCheckpointError")
+_IN_A_CHECKOUT = ("WorkerError", "DeadServerError", "DamagedCheckpointError")
 """Exceptions that ``jetrl patch`` writes into verl."""
 
 

@@ -231,6 +231,26 @@ def test_each_phase_has_what_is_not_offloaded(small):
     assert {phase["reference policy"] for phase in awake.values()} == {shard}
 
 
+def test_gpus_of_the_rollouts_own_hold_no_trainer(small):
+    base = reader(small)
+    settings = {"trainer.v1.trainer_mode": "separate_async", "actor_rollout_ref.rollout.nnodes": 1}
+    settings |= {"actor_rollout_ref.rollout.n_gpus_per_node": 4, "actor_rollout_ref.rollout.free_cache_engine": False}
+
+    def phases(hybrid: bool):
+        own = settings | {"actor_rollout_ref.hybrid_engine": hybrid}
+        return phases_of(lambda key: own[key] if key in own else base(key), EIGHT, PRECISIONS[-1], 139.8)
+
+    shared, apart = phases(True), phases(False)
+    assert apart["rollout"].keys() == {"CUDA contexts", "vLLM weights", "vLLM work space", "KV cache"}
+    assert {name: shared["rollout"][name] for name in apart["rollout"]} == apart["rollout"]
+    assert "vLLM weights" in shared["update"] and "vLLM weights" not in apart["update"]
+    assert apart["sync"] == apart["rollout"] | {"sync bucket": 2 * GIB, "arriving weights": 4 * HEAD}
+    settings["actor_rollout_ref.rollout.free_cache_engine"] = True
+    sync = phases(False)["sync"]
+    assert sync.keys() == {"CUDA contexts", "FP32 weights", "optimizer moments", "gathered weights"}
+    assert sync["gathered weights"] == 4 * HEAD
+
+
 def test_a_recipe_is_counted_and_fits():
     status, output = jetrl_memory("--script", str(RECIPE), "--gpus", "4")
     assert status == 0, output

@@ -34,6 +34,7 @@ from jetrl_verl.tools.memory.terms import (
     longest_of,
     micro_batches,
     phases_of,
+    rollout_gpus_of,
 )
 
 REMEDIES = {
@@ -58,9 +59,10 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     get = reader(config)
     check_numbers(get)
     gpus, tp, name = gpus_of(get), get(f"{ROLLOUT}.tensor_model_parallel_size"), str(get(f"{MODEL}.path"))
-    kv_cache = get("jetrl.kv_cache")
-    if gpus % tp:
-        raise UserError(f"{gpus} GPUs hold no replicas of TP {tp}. Set a tensor_model_parallel_size that divides them.")
+    kv_cache, rollout_gpus = get("jetrl.kv_cache"), rollout_gpus_of(get)
+    if (sampling := rollout_gpus or gpus) % tp:
+        remedy = "Set a tensor_model_parallel_size that divides them."
+        raise UserError(f"{sampling} GPUs hold no replicas of TP {tp}. {remedy}")
     model = model_of(name, find_config(name), tp)
     costs = costs_of(config, model, tp)
     effects = {effect for effect, _ in costs}
@@ -79,8 +81,9 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    together = f"{gpus} + {rollout_gpus}" if rollout_gpus else gpus
     say(
-        f"{name}: {model.parameters / 1e9:.2f}B parameters, {gpus} GPUs of {gib:g} GiB, rollout TP {tp}, "
+        f"{name}: {model.parameters / 1e9:.2f}B parameters, {together} GPUs of {gib:g} GiB, rollout TP {tp}, "
         f"micro-batches of {micro_batches(get)[0]:.0f} tokens"
         + (f", states of {model.recurrent * model.state_bytes / 2**20:.0f} MiB a request" if model.recurrent else "")
     )

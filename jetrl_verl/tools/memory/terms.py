@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from jetrl_verl.config.support.row import Get
-from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT
+from jetrl_verl.config.support.scopes import ACTOR, MODEL, REF, ROLLOUT, SEPARATE
 from jetrl_verl.formats.catalog import FLOW, FORMATS, UNQUANTIZED
 from jetrl_verl.inputs import UserError
 from jetrl_verl.nn.checkpointing import MARGIN
@@ -196,6 +196,7 @@ _OPTIONAL_COUNTS = (
     *(f"{ROLLOUT}.max_num_batched_tokens", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
 )
 """null, or -1, stands for verl's own choice."""
+_COUNTS_OF_ITS_OWN = (f"{ROLLOUT}.n_gpus_per_node", f"{ROLLOUT}.nnodes")
 
 _SIZES = (
     f"{ROLLOUT}.gpu_memory_utilization",
@@ -205,7 +206,7 @@ _SIZES = (
 
 def check_numbers(get: Get) -> None:
     """Raise ``UserError`` for a setting of a job that is read here and is not a number above 0."""
-    for key in (*_COUNTS, *_OPTIONAL_COUNTS, *_SIZES):
+    for key in (*_COUNTS, *_OPTIONAL_COUNTS, *_SIZES, *(_COUNTS_OF_ITS_OWN if SEPARATE.applies(get) else ())):
         value = get(key)
         if key in _OPTIONAL_COUNTS and value in (None, -1):
             continue
@@ -215,8 +216,13 @@ def check_numbers(get: Get) -> None:
 
 
 def gpus_of(get: Get) -> int:
-    """GPUs of a job, which trainer and rollout share."""
+    """The trainer's GPUs, which the rollout shares unless it has its own alone."""
     return int(get("trainer.n_gpus_per_node")) * int(get("trainer.nnodes"))
+
+
+def rollout_gpus_of(get: Get) -> int:
+    """GPUs of the rollout's own."""
+    return math.prod(int(get(key)) for key in _COUNTS_OF_ITS_OWN) if SEPARATE.applies(get) else 0
 
 
 def longest_of(get: Get) -> int:
@@ -229,7 +235,9 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
 
     The trainer's state stays between updates unless it is offloaded; an update has all of it, old log-probabilities
     have the weights. A reference policy that is not offloaded has FP32 weights. The rollout frees its memory for the
-    trainer unless ``free_cache_engine=false``. ``gib``: memory of a GPU. ``stock``: no operations are shared.
+    trainer unless ``free_cache_engine=false``. With ``separate_async`` and ``hybrid_engine=false`` it has other GPUs:
+    ``rollout`` is of these, ``sync`` of those that hold more. ``gib``: memory of a GPU. ``stock``: no operations are
+    shared.
     """
     gpus, tp = gpus_of(get), int(get(f"{ROLLOUT}.tensor_model_parallel_size"))
     shards = int(get(f"{ACTOR}.fsdp_config.fsdp_size") or -1)
@@ -259,7 +267,8 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
     share = float(get(f"{ROLLOUT}.gpu_memory_utilization")) * gib * GIB
     sequences, tokens = int(get(f"{ROLLOUT}.max_num_seqs")), int(get(f"{ROLLOUT}.max_num_batched_tokens") or 8192)
     engine = rollout(model, precision.rollout, share, sequences, tokens, tp)
-    awake = {} if get(f"{ROLLOUT}.free_cache_engine") else engine
+    is_apart = SEPARATE.applies(get) and not get("actor_rollout_ref.hybrid_engine")
+    awake = {} if get(f"{ROLLOUT}.free_cache_engine") or is_apart else engine
     scoring = old_log_probs(model, shards, log_prob_tokens, **passes)
     passes |= {"checkpointing": checkpointing, "eight_bit": eight_bit, "rank": rank}
     training = update(model, shards, update_tokens, **passes)
@@ -272,12 +281,23 @@ def phases_of(get: Get, model: Model, precision: Precision, gib: float, stock: b
             training = update(model, shards, update_tokens, results=results, **passes)
     bucket = float(get(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")) * 2**20
     sending = weight_sync(model, precision.rollout, tp, bucket, stock_verl)
-    return {
+    phases = {
         "rollout": waiting | engine,
         "old log-probs": waiting | {"FP32 weights": whole["FP32 weights"]} | scoring | awake,
         "update": always | training | awake,
         "sync": waiting | awake | sending,
     }
+    if is_apart:
+        contexts = {"CUDA contexts": CONTEXTS}
+        piece = sending.pop("gathered weights")
+        resident = {} if get(f"{ROLLOUT}.free_cache_engine") else engine
+        of_rollout = contexts | resident | sending | {"arriving weights": 2 * piece}
+        of_trainer = waiting | {"gathered weights": 2 * piece}
+        phases |= {
+            "rollout": contexts | engine,
+            "sync": max(of_trainer, of_rollout, key=lambda terms: sum(terms.values())),
+        }
+    return phases
 
 
 def micro_batches(get: Get) -> tuple[float, float]:

@@ -154,5 +154,10 @@ def test_seeds_and_samples_are_averaged_within_a_problem():
     assert rows["bf16"]["accuracy"] == 0.625 and rows["bf16"]["± accuracy"] == pytest.approx(0.375)  # 1/4 and 1
     assert rows["bf16"]["between seeds"] == pytest.approx(0.25 / math.sqrt(2))  # seeds: 3/4 and 1/2
     assert cells(rows)[1] == ["bf16", "62.5%", "37.5%", "", "", "17.7%", "0.300", "1.0e-04", "2.0"]
+    lags = [{"rollout_corr/lag_0/tokens": 6, "rollout_corr/lag_0/k3_kl": 0.0, "rollout_corr/lag_1/tokens": 2}, {}]
+    runs = [Run("a", [(i, step | lag) for (i, step), lag in zip(logged, lags)])]
+    header, *rows = cells(summarize({name: [[[1]]] for name in ("a", "b")}, {"a": runs}, "a"))
+    assert header[-3:-1] == ["k3 KL, current", "stale tokens"]
+    assert [row[-3:-1] for row in rows] == [["0.0e+00", "25.0%"], ["", ""]]
     with pytest.raises(UserError, match="different numbers of problems"):
         summarize({"bf16": [[[1], [0]]], "jet_fp8": [[[1]]]}, {}, "bf16")

@@ -3,7 +3,9 @@
 """The table of ``jetrl compare``: accuracy of each precision with its errors, and means of its training metrics."""
 
 import math
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jetrl_verl.inputs import UserError
@@ -26,9 +28,17 @@ FORMS = {
     "between seeds": ".1%",
     "last reward": ".3f",
     "k3 KL": ".1e",
+    "k3 KL, current": ".1e",
+    "stale tokens": ".1%",
     "s/step": ".1f",
 }
 """Column -> how its number is written."""
+
+BY_LAG = ("k3 KL, current", "stale tokens")
+"""Columns of asynchronous trainers: tokens that the trainer's weights sampled, and the share of the others."""
+
+_CURRENT = "rollout_corr/lag_0"
+_TOKENS = re.compile(r"rollout_corr/lag_\w+/tokens")
 
 
 def summarize(
@@ -62,6 +72,8 @@ def summarize(
             "between seeds": statistics.stdev(means) if len(means) > 1 else None,
             "last reward": _mean([values[-1] for run in trained if (values := run.series(REWARD)[1])]),
             "k3 KL": _mean([mean for run in trained if (mean := run.mean(MISMATCH)) is not None]),
+            "k3 KL, current": _mean([mean for run in trained if (mean := run.mean(f"{_CURRENT}/k3_kl")) is not None]),
+            "stale tokens": _stale(trained),
             "s/step": statistics.median(seconds) if seconds else None,
         }
     return rows
@@ -75,9 +87,22 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.fmean(values) if values else None
 
 
+def _stale(runs: Sequence[Run]) -> float | None:
+    """Share of compared tokens that older weights sampled."""
+    tokens: Counter[str] = Counter()
+    for _, data in (record for run in runs for record in run.records):
+        tokens.update({name: count for name, count in data.items() if _TOKENS.fullmatch(name)})
+    return 1 - tokens[f"{_CURRENT}/tokens"] / tokens.total() if tokens else None
+
+
 def cells(rows: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
-    """Header and rows of the table as text; an empty string for what is not known."""
-    return [["precision", *FORMS]] + [
-        [name, *("" if row[column] is None else f"{row[column]:{form}}" for column, form in FORMS.items())]
+    """Header and rows of the table as text; an empty string for what is not known, no column by lag without a lag."""
+    forms = {
+        column: form
+        for column, form in FORMS.items()
+        if column not in BY_LAG or any(row[column] is not None for row in rows.values())
+    }
+    return [["precision", *forms]] + [
+        [name, *("" if row[column] is None else f"{row[column]:{form}}" for column, form in forms.items())]
         for name, row in rows.items()
     ]

@@ -64,7 +64,7 @@ TRAINER=(
     trainer.total_epochs=15
 )
 
-launch jetrl_gsm8k qwen3_8b \
+launch jetrl_gsm8k "${EXPERIMENT:-qwen3_8b}" \
     "${DATA_ARGS[@]}" \
     "${ALGORITHM[@]}" \
     "${MODEL[@]}" \

@@ -9,9 +9,9 @@ RECIPES = ROOT / "recipes"
 
 # fmt: off
 SETTINGS = (
-    "ATTENTION", "CHAT_TEMPLATE", "DATA", "DATASET", "GPUS_PER_NODE", "LOGGER", "MAX_RESPONSE_LENGTH",
-    "MAX_TOKENS_PER_GPU", "METRICS", "MODEL_PATH", "NNODES", "OFFLOAD", "OUT", "PRECISION", "PYTHON", "RESPONSE", "SP",
-    "STAGE", "TP",
+    "ATTENTION", "CHAT_TEMPLATE", "DATA", "DATASET", "EXPERIMENT", "GPUS_PER_NODE", "LOGGER", "MAX_RESPONSE_LENGTH",
+    "MAX_TOKENS_PER_GPU", "METRICS", "MODEL_PATH", "NNODES", "OFFLOAD", "OUT", "PRECISION", "PYTHON", "RESPONSE",
+    "ROLLOUT_GPUS", "SP", "STAGE", "TP",
 )
 # fmt: on
 """Variables that the scripts read; tests unset the developer's."""

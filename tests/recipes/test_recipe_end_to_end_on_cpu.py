@@ -56,6 +56,7 @@ class Case:
     Attributes:
         family: of the policy. raw: split -> its record in ``RAW_RECORDS``. metric: accuracy that a validation writes.
         settings: variables of the script. words: overrides of this recipe alone.
+        data: the recipe that prepares its data, if it is another one.
     """
 
     script: str
@@ -64,10 +65,11 @@ class Case:
     metric: str
     settings: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
+    data: str = ""
 
     @property
     def recipe(self) -> str:
-        return self.script.partition("/")[0]
+        return self.data or self.script.partition("/")[0]
 
 
 GSM8K_ALONE = {"train": "gsm8k", "test": "gsm8k"}
@@ -83,10 +85,12 @@ BY_LENGTH = (
 # `auto` on a Hopper GPU; on a CPU it is stock, which does not support a mixture.
 SHARED = ("jetrl.operations=shared",)
 SAVED = (f"trainer.save_freq={STEPS}",)
+APART = ("ray_kwargs.ray_init.num_gpus=2", "trainer.v1.separate_async.parameter_sync_step=2")
 AIME, MATH, GSM8K = "aime_2024", "HuggingFaceH4/MATH-500", "openai/gsm8k"
 
 CASES = {
     "gsm8k": Case("gsm8k/run_qwen3_8b.sh", "qwen3", GSM8K_ALONE, GSM8K),
+    "async": Case("async/run_qwen3_8b.sh", "qwen3", GSM8K_ALONE, GSM8K, {"ROLLOUT_GPUS": "1"}, APART, "gsm8k"),
     "dapo-7b": Case("dapo/run_qwen2_5_7b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
     "dapo-32b": Case("dapo/run_qwen2_5_32b.sh", "qwen2", DAPO, AIME, ONE_PROCESS, BY_LENGTH),
     "deepscaler": Case(

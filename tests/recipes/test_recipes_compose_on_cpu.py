@@ -31,6 +31,7 @@ PAPER = (
 )
 VARIANTS = {
     "gsm8k/run_qwen3_8b.sh": ({},),
+    "async/run_qwen3_8b.sh": ({},),
     "dapo/run_qwen2_5_7b.sh": ({},),
     "dapo/run_qwen2_5_32b.sh": ({}, {"NNODES": "16"}),
     "deepscaler/run_r1_distill_qwen_1_5b.sh": ({"STAGE": "8k"}, {"STAGE": "16k"}, {"STAGE": "24k"}),

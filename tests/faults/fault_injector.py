@@ -185,9 +185,12 @@ def _arm(fault: Fault) -> None:
         if (fault.victim, fault.phase) != ("trainer", "checkpoint"):
             _around(module.PPOTrainer, "_save_checkpoint", *phase("checkpoint"))
 
-    def in_trainer_sync(module: Any) -> None:
-        _around(module.PPOTrainerSync, "on_sample_end", when("generation", fault.finish))
-        _around(module.PPOTrainerSync, "on_step_end", *phase("sync"))
+    def in_trainer(name: str) -> Callable[[Any], None]:
+        def act(module: Any) -> None:
+            _around(getattr(module, name), "on_sample_end", when("generation", fault.finish))
+            _around(getattr(module, name), "on_step_end", *phase("sync"))
+
+        return act
 
     def in_engine(module: Any) -> None:
         def introduce(engine: Any) -> None:
@@ -249,7 +252,8 @@ def _arm(fault: Fault) -> None:
     else:
         actions |= {
             "verl.trainer.ppo.v1.trainer_base": in_trainer_base,
-            "verl.trainer.ppo.v1.trainer_sync": in_trainer_sync,
+            "verl.trainer.ppo.v1.trainer_sync": in_trainer("PPOTrainerSync"),
+            "verl.trainer.ppo.v1.trainer_separate_async": in_trainer("PPOTrainerSeparateAsync"),
             "verl.utils.checkpoint.fsdp_checkpoint_manager": in_checkpoints,
             "verl.workers.rollout.vllm_rollout.utils": in_rollout,
         }

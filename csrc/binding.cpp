@@ -401,10 +401,11 @@ void decode_attention_bf16(const Tensor& q, const Tensor& keys, const Tensor& va
   jetrl::decode_attention_bf16(call, pages, device.stream);
 }
 
+// Vectors are read one element at a time, anything else 16 bytes at a time.
 template <class Element>
 Element* contiguous(const char* name, const Tensor& tensor, ScalarType type, std::initializer_list<int64_t> shape) {
   bool fits = on_device(tensor) && tensor.scalar_type() == type && tensor.dim() == int64_t(shape.size()) &&
-              tensor.is_contiguous() && starts_on_16_bytes(tensor);
+              tensor.is_contiguous() && (tensor.dim() == 1 || starts_on_16_bytes(tensor));
   int dimension = 0;
   for (const int64_t size : shape) fits = fits && tensor.size(dimension++) == size;
   STD_TORCH_CHECK(fits, "jetrl_native: ", name, " of a delta rule has another type, shape or place than the kernel "

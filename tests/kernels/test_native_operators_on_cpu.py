@@ -316,12 +316,14 @@ def test_every_cut_of_a_sequence_has_the_bits_of_the_whole(strided, multiprocess
 
 @pytest.mark.parametrize(("lengths", "multiprocessors"), [((21,), 4), ((21,), 8), ((1, 2, 0, 3), 4), ((37,), 16)])
 def test_the_delta_rule_is_the_references(lengths, multiprocessors, set_multiprocessors):
-    """Random states, of which one is not read; a padded request; tokens after the last one. One sequence: eight, four
-    and two values at a time."""
+    """Random states, of which one is not read; a padded request; tokens after the last one. As in vLLM, vectors begin
+    at any address. One sequence: eight, four and two values at a time."""
     set_multiprocessors(multiprocessors)
     qkv, b, a, _, _, a_log, dt_bias, _ = delta_inputs(sum(lengths) + 2)
-    states, slots = torch.randn(6, HEADS, 128, 128), torch.tensor([4, -1, 0, 2][: len(lengths)], dtype=torch.int32)
-    call = slots, torch.tensor([7, 1, 2, 0][: len(lengths)], dtype=torch.int32), packed(*lengths)
+    a_log, dt_bias = (torch.cat([x[:1], x])[1:] for x in (a_log, dt_bias))
+    states, requests = torch.randn(6, HEADS, 128, 128), slice(1, 1 + len(lengths))
+    slots, computed = torch.tensor([[9, 4, -1, 0, 2], [9, 7, 1, 2, 0]], dtype=torch.int32)[:, requests]
+    call = slots, computed, torch.cat([packed(0), packed(*lengths)])[2:]
     got, want = states.clone(), states.clone()
     outputs = [torch.full((*b.shape, 128), torch.nan).bfloat16() for _ in range(2)]
     for backend, target, out in (("native", got, outputs[0]), ("reference", want, outputs[1])):

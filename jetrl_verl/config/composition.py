@@ -15,7 +15,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from jetrl_verl.formats.catalog import CACHES, FLOW, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
+from jetrl_verl.formats.catalog import CACHES, FORMATS, SCALE_RULES, TRAINED, UNQUANTIZED
 
 from .attention import chosen_attentions, flash_attention_runs, no_flash_attention
 from .data import find_media
@@ -76,7 +76,7 @@ def resolve(config: DictConfig) -> Job | None:
     for message in refusals(get):
         raise UnsupportedConfiguration(message)
     if options.backward == "auto":
-        options = replace(options, backward=UNQUANTIZED if _bf16_backward_pays(options, get) else FLOW)
+        options = replace(options, backward=UNQUANTIZED if _bf16_backward_pays(options, get) else JetConfig.backward)
         if options.backward == UNQUANTIZED:
             _say(f"jetrl_verl: note: {CHOSEN_BACKWARD}")
     images = _images(get)

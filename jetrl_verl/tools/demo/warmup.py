@@ -67,10 +67,33 @@ def prompt_ids(problem: Problem, tokenizer) -> list[int]:
     return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, report: Callable[[str], None]) -> dict:
+def solution_probability(model, ids, labels) -> float:
+    """Mean over rows of the probability of exactly the labelled tokens at temperature 1.
+
+    It estimates the sampled accuracy with one forward pass.
+    """
+    import torch
+
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(input_ids=ids).logits[:, :-1].float(), dim=-1)
+    targets = labels[:, 1:]
+    labelled = targets != IGNORED_LABEL
+    chosen = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (chosen * labelled).sum(dim=-1).exp().mean().item()
+
+
+def warm_up(
+    model,
+    tokenizer,
+    problems: list[Problem],
+    config: WarmupConfig,
+    report: Callable[[str], None],
+    estimate: Callable[..., float] = solution_probability,
+) -> dict:
     """Train ``model`` (FP32, on any device) in place with AdamW until ``config.target``.
 
-    ``report`` receives lines for the user. Returns ``warmup_steps``, ``warmup_accuracy`` (the estimate) and
+    ``report`` receives lines for the user. ``estimate`` gets model, ids and labels as :func:`encode` makes them and
+    returns the accuracy. Returns ``warmup_steps``, ``warmup_accuracy`` (the estimate) and
     ``warmup_seconds``. Raises ``UserError`` if the target is not reached within ``config.max_steps``, ``ValueError``
     for too few problems.
     """
@@ -98,7 +121,7 @@ def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, rep
         optimizer.step()
         schedule.step()
         if step % config.check_every == 0:
-            accuracy = solution_probability(model, ids[held_back], labels[held_back])
+            accuracy = estimate(model, ids[held_back], labels[held_back])
             if step % (10 * config.check_every) == 0:
                 report(f"warm-up: step {step}, estimated accuracy {accuracy:.2f}")
             if accuracy >= config.target:
@@ -108,18 +131,3 @@ def warm_up(model, tokenizer, problems: list[Problem], config: WarmupConfig, rep
         f"the warm-up did not reach an accuracy of {config.target} in {config.max_steps} steps; "
         "give it more steps or an easier task"
     )
-
-
-def solution_probability(model, ids, labels) -> float:
-    """Mean over rows of the probability of exactly the labelled tokens at temperature 1.
-
-    It estimates the sampled accuracy with one forward pass.
-    """
-    import torch
-
-    with torch.no_grad():
-        log_probs = torch.log_softmax(model(input_ids=ids).logits[:, :-1].float(), dim=-1)
-    targets = labels[:, 1:]
-    labelled = targets != IGNORED_LABEL
-    chosen = log_probs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return (chosen * labelled).sum(dim=-1).exp().mean().item()

@@ -25,7 +25,11 @@ def model(tmp_path_factory):
 
 def accepted(job, row, model, folder, **options):
     """The configuration that verl composes for a row, after its own checks."""
-    words = steps.words_of(job, parse_row(row, steps.ROWS), model, folder, RunPaths(folder), **options)
+    return composed(steps.words_of(job, parse_row(row, steps.ROWS), model, folder, RunPaths(folder), **options))
+
+
+def composed(words):
+    """The configuration that verl composes of ``words``, after its own checks."""
     with initialize_config_module("verl.trainer.config", version_base=None):
         config = compose("ppo_trainer", overrides=words)
     validate_config(config, need_reference_policy(config), use_critic=False)

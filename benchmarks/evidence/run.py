@@ -1,0 +1,243 @@
+# Copyright 2026 The jetrl_verl Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of docs/evidence.md: verl trains the warmed-up policy under one arm, loss and seed.
+
+    CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.evidence.run OUT jet_fp8@0.1:grpo:1 --factor 92682 --seconds 1060
+    python3 -m benchmarks.evidence.run OUT bf16:grpo:1 --tiny   # two updates on a CPU
+
+A run is ``ARM[@SIGMA[stays]]:LOSS:SEED``, with an arm of ``ARMS`` and a loss of ``LOSSES``; ``@SIGMA`` adds noise of
+this size to the rollout's weights (dose.py), drawn anew at every sync or, with ``stays``, once. Several runs side by
+side are several calls, which share a GPU. OUT is the folder that ``benchmarks.evidence.policy`` filled. A run leaves
+``OUT/results/RUN.jsonl``: a line of what it was, then one of each rollout's metrics. One that has ended well is not
+taken again, so results of several machines add up in one folder; a run that the end of ``--seconds`` cut off counts for
+what it logged, and begins anew.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.evidence import dose, task
+from benchmarks.evidence.policy import FULL, TINY, write_planted
+from benchmarks.published_shapes import ROOT
+from benchmarks.steps import TIME_UP
+from jetrl_verl.inputs import UserError
+from jetrl_verl.tools.compare.run import SEED_KEYS
+from jetrl_verl.tools.demo.cache import Prepared
+from jetrl_verl.tools.demo.overrides import build_overrides
+from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_device, quote
+from jetrl_verl.tools.process_tree import ProcessTree, signals_raise
+from jetrl_verl.tools.progress import last_errors
+from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, accuracy_keys, load_run
+
+ARMS = {
+    "bf16": ["bf16"],
+    "fp8_rollout": ["fp8_rollout"],
+    "fp8_rollout_tis": ["fp8_rollout_tis"],
+    "int8_rollout": ["int8_rollout"],
+    "int8_rollout_tis": ["int8_rollout_tis"],
+    "jet_fp8_stock": ["jet_fp8", "jetrl.operations=stock"],
+    "jet_fp8": ["jet_fp8", "jetrl.operations=shared"],
+    "jet_fp8_cache": ["jet_fp8", "jetrl.operations=shared", "jetrl.kv_cache=fp8"],
+    "jet_fp8_calibrated": ["jet_fp8", "jetrl.operations=shared", "clip=calibrated"],
+}
+"""Arm -> precision and overrides. No arm but ``*_tis`` has a correction of the mismatch."""
+
+LOSSES = {
+    "grpo": [],
+    # -A log pi of GRPO's groups, without a ratio and so without a clip.
+    "reinforce": ["actor_rollout_ref.actor.policy_loss.loss_mode=gpg", "algorithm.norm_adv_by_std_in_grpo=False"],
+}
+
+METRICS = {
+    "score": REWARD,
+    "k3_kl": MISMATCH,
+    "clipped": "actor/pg_clipfrac",
+    "entropy": "actor/entropy",
+    "length": "response_length/mean",
+    "grad_norm": "actor/grad_norm",
+    "seconds": STEP_SECONDS,
+    "gen": "timing_s/gen",
+    "old_log_prob": "timing_s/old_log_prob",
+    "update_actor": "timing_s/update_actor",
+    "update_weights": "timing_s/update_weights",
+}
+"""Key of a line of results -> verl's metric."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a run: rollouts, prompts of each and responses to a prompt, updates on a rollout, learning rate, tokens of a
+    micro-batch."""
+
+    rollouts: int = 75
+    prompts: int = 32
+    group: int = 8
+    updates: int = 4
+    lr: float = 2e-5
+    tokens: int = 65536
+
+
+TINY_RUN = Sizes(rollouts=2, prompts=4, group=4, updates=1, tokens=4096)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run: an arm, its dose, loss and seed."""
+
+    name: str
+    sigma: float
+    stays: bool
+    loss: str
+    seed: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Trial":
+        """The run that ``text`` stands for. Raises ``UserError`` if it names none, or a dose without a contract."""
+        match = re.fullmatch(r"(\w+)(?:@(\d+(?:\.\d+)?(?:e-?\d+)?)(stays)?)?:(\w+):(\d+)", text)
+        if match is None or match[1] not in ARMS or match[4] not in LOSSES:
+            raise UserError(
+                f"{text!r} is not a run. Give ARM[@SIGMA[stays]]:LOSS:SEED with an arm of {', '.join(ARMS)} and a loss "
+                f"of {', '.join(LOSSES)}."
+            )
+        if match[2] and match[1] == "bf16":
+            raise UserError(f"{text!r} has a dose, which verl's own weight sync does not add. Give an arm of jet_fp8.")
+        return cls(match[1], float(match[2] or 0), bool(match[3]), match[4], int(match[5]))
+
+    @property
+    def arm(self) -> str:
+        """Arm and dose, which the seeds share."""
+        return self.name + (f"@{self.sigma:g}{'stays' * self.stays}" if self.sigma else "")
+
+    def __str__(self) -> str:
+        return f"{self.arm}:{self.loss}:{self.seed}"
+
+    @property
+    def slug(self) -> str:
+        """For names of files."""
+        return str(self).replace(":", "-").replace("@", "-")
+
+
+def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, policy: Path, device: str) -> list[str]:
+    """Overrides of verl for a run; those of the demo come first."""
+    prepared, paths = Prepared(out, {}), RunPaths(out / "runs" / run.slug)
+    prompt, response = task.token_limits(levels)
+    words = {
+        "actor_rollout_ref.model.path": policy,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "data.train_batch_size": sizes.prompts,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+        "actor_rollout_ref.actor.optim.lr": sizes.lr,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": sizes.prompts // sizes.updates,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": sizes.tokens,
+        "actor_rollout_ref.actor.use_kl_loss": False,
+        "actor_rollout_ref.actor.shuffle": True,  # without it data_loader_seed has no effect
+        "actor_rollout_ref.rollout.n": sizes.group,
+        "actor_rollout_ref.rollout.max_model_len": prompt + response,
+        "actor_rollout_ref.rollout.max_num_seqs": sizes.prompts * sizes.group,
+        "trainer.test_freq": sizes.rollouts,
+        "trainer.save_freq": -1,
+        "trainer.project_name": "jetrl-evidence",
+        "trainer.experiment_name": run.slug,
+        **dict.fromkeys(SEED_KEYS, run.seed),
+    }
+    if device == "cuda":  # a fixed part of the GPU, and no sleep, which fails if another run takes memory meanwhile
+        words |= {
+            "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1,
+            "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 3_000_000_000,
+            "actor_rollout_ref.rollout.free_cache_engine": False,
+            "++actor_rollout_ref.rollout.enable_sleep_mode": False,
+        }
+    if run.sigma:
+        words["actor_rollout_ref.model.external_lib"] = dose.__name__
+    precision, *settings = ARMS[run.name]
+    demo = build_overrides(precision, prepared, paths, device, sizes.rollouts)
+    return [*demo, *settings, *LOSSES[run.loss], *(f"{key}={quote(value)}" for key, value in words.items())]
+
+
+def records_of(folder: Path) -> list[dict]:
+    """A line per step of verl's metrics; ``accuracy`` where the test problems were answered."""
+    run = load_run(folder)
+    keys = METRICS | {"accuracy": next(iter(accuracy_keys([run]).values()), None)}
+    return [
+        {"step": step, **{name: data[key] for name, key in keys.items() if key in data}} for step, data in run.records
+    ]
+
+
+def read_results(file: Path) -> tuple[dict, list[dict]]:
+    """What a run was, and its lines."""
+    first, *records = map(json.loads, file.read_text().splitlines())
+    return first, records
+
+
+def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: float) -> int:
+    """Run verl and write the results; its status."""
+    size, device = TINY if tiny else FULL, choose_device("auto")
+    paths = RunPaths(out / "runs" / run.slug)
+    shutil.rmtree(paths.folder, ignore_errors=True)
+    paths.folder.mkdir(parents=True)
+    environment = build_environment(paths, device)
+    # vLLM calls ninja by name; workers import dose.py.
+    for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", ROOT)):
+        environment[name] = os.pathsep.join(filter(None, (str(first), environment.get(name))))
+    if run.sigma:
+        environment |= dose.Dose(run.sigma, run.stays, run.seed, sizes.rollouts).environment()
+    words = words_of(run, sizes, size.levels, out, write_planted(out, factor), device)
+    began = time.monotonic()
+    with ProcessTree([*VERL, *words], environment, paths.log) as tree:
+        for _ in tree.follow():
+            if time.monotonic() > ends:
+                break
+        status = tree.poll()
+    records = records_of(paths.folder) if paths.metrics.exists() else []
+    result = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - began)}
+    result |= {"errors": last_errors(paths.log)} if status else {}
+    first = {"arm": run.arm, "loss": run.loss, "seed": run.seed, "factor": factor, "tiny": tiny, **vars(sizes)}
+    lines = [first | result | {"build": provenance()}, *records]
+    file = out / "results" / f"{run.slug}.jsonl"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    print(f"{run}: {len(records)} lines, {json.dumps(result)}", flush=True)
+    return int(result["status"] != 0)
+
+
+def main() -> int:
+    began = time.monotonic()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("run", metavar="RUN")
+    parser.add_argument("--factor", type=float, default=0, help="of the planted outliers; 0 for none")
+    parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
+    parser.add_argument("--rollouts", type=int, help="75 if not set")
+    parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
+    parser.add_argument("--lr", type=float, help="2e-5 if not set")
+    parser.add_argument("--tiny", action="store_true", help="two updates of a small policy, for a CPU")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    given = {key: getattr(options, key) for key in ("rollouts", "prompts", "lr") if getattr(options, key)}
+    sizes = replace(TINY_RUN if options.tiny else Sizes(), **given)
+    try:
+        run = Trial.parse(options.run)
+        if not (out / "facts.json").exists():
+            raise UserError(f"{out} has no policy. Run `python3 -m benchmarks.evidence.policy {out}` first.")
+    except UserError as error:
+        parser.error(str(error))
+    file = out / "results" / f"{run.slug}.jsonl"
+    if file.exists() and read_results(file)[0]["status"] == 0:
+        print(f"{run} has ended well: {file}")
+        return 0
+    with signals_raise():
+        return take(run, out, options.factor, options.tiny, sizes, began + options.seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,7 +2,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 #
-# GRPO on GSM8K with Qwen3.5, a hybrid of gated delta net and gated attention; sourced by run_qwen3_5_{4b,27b}.sh, which
+# GRPO on GSM8K with Qwen3.5, a hybrid of gated delta net and gated attention; sourced by the scripts of this folder, which
 # choose EXPERIMENT, MODEL_PATH and how the model is spread over GPUs: TP of the rollout, SP (Ulysses) and OFFLOAD of
 # training. Data, batch, learning rate and loss are those of ../gsm8k. Chosen here:
 #   MAX_RESPONSE_LENGTH=2048   the released models write longer answers than Qwen3

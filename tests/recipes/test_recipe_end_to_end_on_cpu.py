@@ -113,6 +113,7 @@ CASES = {
     "qwen3_5-27b": Case(
         "qwen3_5/run_qwen3_5_27b.sh", "qwen3_5", GSM8K_ALONE, GSM8K, ONE_PROCESS | {"NNODES": "1"}, SHARED
     ),
+    "qwen3_5-35b": Case("qwen3_5/run_qwen3_5_35b_a3b.sh", "qwen3_5_moe", GSM8K_ALONE, GSM8K, ONE_PROCESS, SHARED),
     "paper-llama": Case("jetrl_paper/run_llama3_1_8b.sh", "llama", GSM8K_MATH, MATH),
     "paper-qwen2": Case("jetrl_paper/run_qwen2_5_7b.sh", "qwen2", GSM8K_MATH, MATH),
     "paper-qwen3": Case(

@@ -23,6 +23,7 @@ from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
+from jetrl_verl.tools.memory.shapes import KNOWN
 
 PAPER = (
     {"DATASET": "gsm8k_math"},
@@ -38,32 +39,13 @@ VARIANTS = {
     "qwen3_moe/run_qwen3_30b_a3b_base.sh": ({}, {"TP": "2"}),
     "qwen3_5/run_qwen3_5_4b.sh": ({},),
     "qwen3_5/run_qwen3_5_27b.sh": ({}, {"TP": "2", "SP": "2"}),
+    "qwen3_5/run_qwen3_5_35b_a3b.sh": ({}, {"TP": "4"}),
     "jetrl_paper/run_llama3_1_8b.sh": PAPER,
     "jetrl_paper/run_qwen2_5_7b.sh": PAPER,
     "jetrl_paper/run_qwen3_8b_base.sh": PAPER,
 }
 CASES = [(script, settings) for script, variants in VARIANTS.items() for settings in variants]
 IDS = ["-".join([script.removesuffix(".sh"), *settings.values()]) for script, settings in CASES]
-
-SHAPES = {
-    "Qwen/Qwen3-8B": ("qwen3", 4096, 12288, 32, 8, 128),
-    "Qwen/Qwen3-30B-A3B-Base": ("qwen3_moe", 2048, 6144, 32, 4, 128),
-    "Qwen/Qwen3-8B-Base": ("qwen3", 4096, 12288, 32, 8, 128),
-    "Qwen/Qwen2.5-7B": ("qwen2", 3584, 18944, 28, 4, 128),
-    "Qwen/Qwen2.5-32B": ("qwen2", 5120, 27648, 40, 8, 128),
-    "meta-llama/Llama-3.1-8B": ("llama", 4096, 14336, 32, 8, 128),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": ("qwen2", 1536, 8960, 12, 2, 128),
-    "Qwen/Qwen3.5-4B": ("qwen3_5", 2560, 9216, 16, 4, 256),
-    "Qwen/Qwen3.5-27B": ("qwen3_5", 5120, 17408, 24, 4, 256),
-}
-"""Published config.json: type, hidden size, intermediate size, heads, key/value heads, head dimension."""
-
-FURTHER = {
-    "Qwen/Qwen3-30B-A3B-Base": dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
-    "Qwen/Qwen3.5-4B": dict(linear_num_key_heads=16, linear_num_value_heads=32),
-    "Qwen/Qwen3.5-27B": dict(linear_num_key_heads=16, linear_num_value_heads=48),
-}
-"""Further fields of a mixture's or a hybrid's config.json."""
 
 
 @pytest.fixture(scope="module")
@@ -144,14 +126,8 @@ def test_precisions_differ_in_nothing_else(recipe_words, script, settings):
 
 
 def published(path: str) -> dict:
-    """The published configuration of a model, as far as a plan reads it."""
-    names = ("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-    fields = dict(zip(names, SHAPES[path])) | FURTHER.get(path, {})
-    if fields["model_type"] != "qwen3_5":
-        return fields
-    fields |= dict(linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
-    fields |= dict(rope_parameters=dict(mrope_section=[11, 11, 10], mrope_interleaved=True))
-    return {"model_type": "qwen3_5", "text_config": fields | {"model_type": "qwen3_5_text"}}
+    """The configuration of a published model by its name on the hub."""
+    return KNOWN[path.partition("/")[2].lower().removesuffix("-base")]
 
 
 @pytest.mark.parametrize("script", VARIANTS)
@@ -163,16 +139,24 @@ def test_a_rollout_shard_of_every_layer_fits_the_fp8_blocks(recipe_words, compos
         model = model or published(config.actor_rollout_ref.model.path)
         plans = plan_linears(model, config.actor_rollout_ref.rollout.tensor_model_parallel_size)
         left_out = {name for name, plan in plans.items() if not plan.quantized}
-        assert left_out <= {"linear_attn.in_proj_b", "linear_attn.in_proj_a"}
+        assert left_out <= {"linear_attn.in_proj_b", "linear_attn.in_proj_a", "mlp.shared_expert_gate"}
 
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "bf16"])
-def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(recipe_words, compose, tmp_path, precision):
+@pytest.mark.parametrize(
+    ("script", "name", "largest"),
+    [
+        ("qwen3_moe/run_qwen3_30b_a3b_base.sh", "Qwen/Qwen3-30B-A3B-Base", 2),
+        ("qwen3_5/run_qwen3_5_35b_a3b.sh", "Qwen/Qwen3.5-35B-A3B", 4),
+    ],
+)
+def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(
+    recipe_words, compose, tmp_path, precision, script, name, largest
+):
     """As the driver does before it starts Ray: with the model's folder in hand."""
-    name = "Qwen/Qwen3-30B-A3B-Base"
-    (tmp_path / "config.json").write_text(json.dumps(published(name) | {"hidden_act": "silu"}))
+    (tmp_path / "config.json").write_text(json.dumps(published(name)))
     save_file({"any": np.zeros(1)}, tmp_path / "model.safetensors")
-    config = compose(recipe_words("qwen3_moe/run_qwen3_30b_a3b_base.sh", precision, {"MODEL_PATH": str(tmp_path)}))
+    config = compose(recipe_words(script, precision, {"MODEL_PATH": str(tmp_path)}))
     job = Job.of(config.jetrl)
     assert job.shared == (precision in ("jet_fp8", "jet_fp8_exact", "bf16_shared"))
 
@@ -183,12 +167,13 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(recipe_wor
         with pytest.raises(UnsupportedConfiguration, match="experts are products of the FP8 flow alone"):
             check(1)
         return
-    check(1)
-    check(2)
+    for ranks in (1, 2, largest):
+        check(ranks)
+    width = {2: 192, 4: 64}[largest]
     with pytest.raises(UnsupportedConfiguration) as refused:
-        check(4)
-    assert "mlp.experts.down_proj has shards of shape [2048, 192]" in str(refused.value)
-    assert "as they are over 2. Set a smaller" in str(refused.value)
+        check(2 * largest)
+    assert f"mlp.experts.down_proj has shards of shape [2048, {width}]" in str(refused.value)
+    assert f"as they are over {largest}. Set a smaller" in str(refused.value)
 
 
 @pytest.mark.parametrize("script", VARIANTS)

@@ -6,13 +6,11 @@ The policy is random and hardly ever right, so an entropy bonus gives the steps 
 """
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from engines import merge_checkpoint
 from jobs import Run, train
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
@@ -133,10 +131,7 @@ def test_the_export_equals_the_rollouts_last_weights(resumed, checkpoints, tmp_p
 
 
 def test_the_merger_writes_the_layout_of_the_first_folder(resumed, start, checkpoints, tmp_path):
-    actor = checkpoints / f"global_step_{STEPS + 1}" / "actor"
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
-    subprocess.run(command, check=True, env={**os.environ, "VERL_PLATFORM": "cpu"})
+    merge_checkpoint(checkpoints / f"global_step_{STEPS + 1}" / "actor", tmp_path / "merged")
     before, after = (
         {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
         for folder in (start, tmp_path / "merged")

@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's engine from its registry with a precision's engine config, as workers build it; its steps and weight syncs."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -180,3 +184,10 @@ def gathers_counted() -> Iterator[dict[int, int]]:
 
     with mock.patch.object(FSDPParamGroup, "_to_unsharded", counted):
         yield counts
+
+
+def merge_checkpoint(actor: Path, target: Path) -> None:
+    """verl's own merger on the folder of a checkpoint's actor."""
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    command += ["--local_dir", str(actor), "--target_dir", str(target)]
+    subprocess.run(command, check=True, env={**os.environ, "VERL_PLATFORM": "cpu"})

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from engines import build, outputs, sent, train
+from engines import build, merge_checkpoint, outputs, sent, train
+from peft import PeftModel
 from safetensors.torch import load_file
 from streams import Arrived
 from tiny_models import tiny_model
@@ -27,15 +28,21 @@ def same(x: Arrived, y: Arrived) -> bool:
     )
 
 
-def merged_by_hand(engine) -> dict[str, torch.Tensor]:
-    """The engine's whole weights by their names without adapters, BF16."""
+def whole_state(engine) -> dict[str, torch.Tensor]:
+    """The engine's whole tensors by their names, BF16."""
     from verl.utils.fsdp_utils import get_fsdp_full_state_dict
 
     state = get_fsdp_full_state_dict(engine.module, offload_to_cpu=False, rank0_only=False)
-    weights = {name: tensor.bfloat16() for name, tensor in state.items() if "lora_" not in name}
+    return {name: tensor.bfloat16() for name, tensor in state.items()}
+
+
+def merged_by_hand(engine) -> dict[str, torch.Tensor]:
+    """The engine's whole weights by their names without adapters, BF16."""
+    state = whole_state(engine)
+    weights = {name: tensor for name, tensor in state.items() if "lora_" not in name}
     for name in weights:
         if name.endswith(".base_layer.weight"):
-            a, b = (state[name.replace("base_layer", f"lora_{x}.default")].bfloat16().double() for x in "AB")
+            a, b = (state[name.replace("base_layer", f"lora_{x}.default")].double() for x in "AB")
             term = (b @ a).float() * (LORA["lora_alpha"] / LORA["lora_rank"])
             weights[name] = (term + weights[name].float()).bfloat16()
     return {name.removeprefix("base_model.model.").replace(".base_layer.", "."): w for name, w in weights.items()}
@@ -99,7 +106,8 @@ def test_an_adapter_is_the_model_of_merged_weights(case, tmp_path_factory, cpu_p
 
 
 def a_checkpoint_is_verls(rank: int, folder: str, step: str, strategy: str) -> None:
-    """Names of its tensors; a resume sends the same weights and goes on alike; the export has the sync's bytes."""
+    """Names of its tensors; a resume sends the same weights and goes on alike; the export has the sync's bytes, and the
+    folders of verl's merger those of the checkpoint."""
     options = SHARED | dict(strategy=strategy)
     engine, stock = build(folder, model=LORA, **options), build(folder, model=LORA, precision="bf16", strategy=strategy)
     assert list(engine.module.state_dict()) == list(stock.module.state_dict())
@@ -110,6 +118,7 @@ def a_checkpoint_is_verls(rank: int, folder: str, step: str, strategy: str) -> N
     resumed = build(folder, model=LORA, **options)
     resumed.load_checkpoint(actor, del_local_after_load=False)
     assert same(sent(resumed), before)
+    state = whole_state(engine)
     assert train(resumed, rank) == train(engine, rank) and same(sent(resumed), sent(engine))
     if rank == 0:
         (exported,) = export(Path(step), Path(step).with_name("exported"), ExportOptions("fp8"))
@@ -117,6 +126,13 @@ def a_checkpoint_is_verls(rank: int, folder: str, step: str, strategy: str) -> N
         assert all(
             torch.equal(tensors[name].view(torch.uint8), before[name].view(torch.uint8)) for name in before.quantized
         )
+        merge_checkpoint(Path(actor), merged := Path(step).with_name("merged"))
+        base = transformers.AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)
+        model = PeftModel.from_pretrained(base, str(merged / "lora_adapter"), autocast_adapter_dtype=False)
+        assert (settings := model.peft_config["default"]).r == LORA["lora_rank"]
+        assert settings.lora_alpha == LORA["lora_alpha"]
+        assert model.state_dict().keys() == state.keys()
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     engine.feature(WeightSync).save_merged(Path(actor) / "huggingface")
     whole = build(f"{actor}/huggingface", **options)
     assert torch.equal(outputs(engine, rank), outputs(whole, rank))

@@ -128,7 +128,7 @@ def document() -> str:
     """docs/support.md."""
     types = sorted(model_types())
     families = {name: family({"model_type": name}) for name in types}
-    towers = [name for name in types if families[name].tower and families[name].experts is None]
+    towers = [name for name in types if families[name].tower]
     parts = [SUMMARY.format(types=_listed(types), towers=_listed(towers), **PINS)]
     for title, text, rows in SECTIONS:
         parts += [f"## {title}", *filter(None, [text]), table(rows)]

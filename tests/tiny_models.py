@@ -52,8 +52,6 @@ WITH_TOWER = {
 }
 """Families whose decoder is a part of a model with a vision tower, which tests of names alone need not cover."""
 ALL = FAMILIES | WITH_TOWER
-WITH_IMAGES = tuple(family for family in WITH_TOWER if family != "qwen3_5_moe")
-"""Families that run with images."""
 
 
 def _mrope(sections: list[int], **others: float) -> dict:

@@ -214,7 +214,7 @@ def check_models(job: "Job", get: Get) -> None:
                 "models_own_code", precision=job.options.precision, what=f"the model {model.path} with code of its own"
             )
         check_model(job, model, ("actor", "ref") if job.quantizes("ref") else ("actor",))
-        check_images(job, model, get)
+        check_images(job, model)
         if ADAPTERS.applies(get):
             from .built import check_adapters
 
@@ -337,18 +337,19 @@ def check_wrap_policy(model: ModelFiles, get: Get) -> None:
             refuse("wrap_policy_of_a_tower", key=key, value=shown(value), scope=scope)
 
 
-def check_images(job: "Job", model: ModelFiles, get: Get) -> None:
-    """Refuse images in a model that does not run them, and text in one that runs it with shared operations alone."""
+def check_images(job: "Job", model: ModelFiles) -> None:
+    """Refuse images in a model that does not run them, text in one that runs it with shared operations alone, and both
+    where verl cannot build the processor that it needs for them."""
+    from transformers.utils import is_torchvision_available
+
     from jetrl_verl.models import family
 
     decoder = family(model.config)
     if job.images and not decoder.tower:
         refuse("images_of_text_models", scope=f"the model {model.path}", why="it has no vision tower")
-    if job.images and ADAPTERS.applies(get):
-        refuse("images_of_adapters")
-    if job.images and decoder.experts is not None:
-        what = f"samples with images in the mixture of experts {model.path}"
-        refuse("images_of_mixtures", precision=job.options.precision, what=what)
+    # Of a hybrid verl needs no processor for text.
+    if decoder.tower and (job.images or decoder.delta_net is None) and not is_torchvision_available():
+        refuse("vision_package", precision=job.options.precision, what=f"the model {model.path} without torchvision")
     if not (job.images or job.shared or decoder.stock_text):
         refuse("text_of_stock_operations", what=f"text alone with the model {model.path}")
 

@@ -12,8 +12,9 @@ import pytest
 from jobs import train
 from PIL import Image
 from test_hybrid_on_cpu import ACTOR, ROLLOUT
+from test_lora_on_cpu import ADAPTERS
 from test_parallel_on_cpu import TWO_RANKS
-from tiny_models import WITH_IMAGES, save_policy
+from tiny_models import WITH_TOWER, save_policy
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
 
@@ -72,11 +73,14 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
     assert max(run.steps("rollout_corr/k3_kl")) < 0.01
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_vl")) for name in WITH_IMAGES]
-)
-def test_text_is_exact_in_batches_with_images(policy, tmp_path, monkeypatch, family):
-    check(policy, tmp_path, monkeypatch, family, f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+CASES = {name: (name,) for name in WITH_TOWER} | {
+    "qwen2_5_vl with adapters": ("qwen2_5_vl", *ADAPTERS, "actor_rollout_ref.model.exclude_modules=.*visual.*")
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "qwen3_vl")) for c in CASES])
+def test_text_is_exact_in_batches_with_images(policy, tmp_path, monkeypatch, case):
+    check(policy, tmp_path, monkeypatch, *CASES[case], f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 import torch
 import vllm_engine
 from PIL import Image
-from tiny_models import ALL, WITH_IMAGES, save_policy
+from tiny_models import ALL, WITH_TOWER, save_policy
 
 from jetrl_verl import formats, kernels, models
 from jetrl_verl.config.options import JetConfig
@@ -34,7 +34,9 @@ RESPONSE = 24
 def parts_of(model):
     """A weight sync of a trainer's model with shared operations."""
     device, names = model.device, models.family(model.config)
-    operations = stated_operations(device, "shared", "bf16", mixture=None, variant=names.variant(model.config))
+    operations = stated_operations(
+        device, "shared", "bf16", mixture="fp8" if names.experts else None, variant=names.variant(model.config)
+    )
     facts = dict(operations=operations, constants=stated_constants(model))
     statement = Statement(scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE), **facts)
     return sync_parts(quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE), statement)
@@ -101,11 +103,12 @@ def check(family: str, folder: Path, device: str = "cpu", **engine: Any) -> None
             pixels = dict(pixel_values=features["pixel_values"], image_grid_thw=grid)
             inputs = dict(input_ids=ids, position_ids=positions) | pixels
             errors.append((log_probs(trainer, inputs)[-RESPONSE:] - sampled).abs())
-        # Of the sampled and of another image, in nats.
+        # Of the sampled and of another image, in nats. A router may choose other experts for another rounding.
         right, wrong = (float(error.mean()) for error in errors)
-        assert right < 0.05 and right < wrong / 3, (right, wrong)
+        limit = 0.1 if models.family(trainer.config).experts else 0.05
+        assert right < limit and right < wrong / 3, (right, wrong)
 
 
-@pytest.mark.parametrize("family", WITH_IMAGES)
+@pytest.mark.parametrize("family", WITH_TOWER)
 def test_text_is_exact_next_to_images_which_are_close(family, tmp_path, cpu_platform):
     check(family, tmp_path)

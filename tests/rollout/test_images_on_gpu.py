@@ -23,7 +23,7 @@ def check_family(family: str, folder: str) -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_vl"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"])
 def test_text_is_exact_next_to_images_which_are_close(family, tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=check_family, args=(family, str(tmp_path)))
     process.start()

@@ -11,7 +11,6 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from .row import Row, Scope
 from .scopes import (
     ACTOR,
-    ADAPTERS,
     ATTENTION,
     AUTO,
     BUCKET,
@@ -165,16 +164,10 @@ MODEL_ROWS: dict[str, Row] = {
         scope=Scope("a model without a vision tower"),
         instead=f"Set {MODEL}.path to a model with one, or data.train_files and data.val_files to text",
     ),
-    "images_of_mixtures": Row(
-        "samples with images in a mixture of experts",
-        "no job of one has run with images",
-        instead="Set data.train_files and data.val_files to text, or precision=bf16",
-    ),
-    "images_of_adapters": Row(
-        "samples with images",
-        "no job with adapters has run with images",
-        scope=ADAPTERS,
-        fix="data.train_files and data.val_files to text",
+    "vision_package": Row(
+        "images, and models of type qwen2_5_vl and qwen3_vl, without torchvision",
+        "verl needs the model's processor, whose class imports it",
+        instead="Set up torchvision",
     ),
     "text_of_stock_operations": Row(
         "text alone in Qwen2.5-VL",

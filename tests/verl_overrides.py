@@ -32,10 +32,16 @@ _TABLE, _SCRIPTS = (
     yaml.load((Path(__file__).parent / name).read_text(), yaml.BaseLoader)
     for name in ("verl_values.yaml", "verl_scripts.yaml")
 )
-SCRIPTS = tuple(name for name in _SCRIPTS if name.startswith("run_qwen3_5"))
-"""verl's scripts for Qwen3.5 under FSDP."""
-VISION_SCRIPTS = tuple(name for name in _SCRIPTS if "_vl_" in name)
-"""The same for Qwen3-VL and Qwen2.5-VL."""
+SCRIPTS = {
+    "run_qwen3_5_2b_openr1_fsdp": ("qwen3_5", "qwen3.5-2b"),
+    "run_qwen3_5_27b_fsdp": ("qwen3_5", "qwen3.5-27b"),
+    "run_qwen3_5_35b_fsdp": ("qwen3_5_moe", "qwen3.5-35b-a3b"),
+    "run_qwen3_vl_8b_fsdp": ("qwen3_vl", "qwen3-vl-8b"),
+    "run_qwen2_5_vl_7b_fsdp": ("qwen2_5_vl", "qwen2.5-vl-7b"),
+    "lora/run_qwen2_5_vl_7b_fsdp": ("qwen2_5_vl", "qwen2.5-vl-7b"),
+}
+"""Scripts of verl whose words are in verl_scripts.yaml -> the family and the name of their model, as ``jetrl memory``
+has it."""
 _ENGINE_SHARE = 0.1
 
 
@@ -69,11 +75,17 @@ def draws(count: int = 300, seed: int = 0) -> list[Draw]:
 
 
 def script_words(script: str) -> list[str]:
-    """What one of ``SCRIPTS`` passes, without data, model and names."""
-    settings = dict(_values("vl" if script in VISION_SCRIPTS else "qwen3_5", _SCRIPTS)) | dict(
-        _values(script, _SCRIPTS)
-    )
+    """What one of ``SCRIPTS`` passes, without data, model and names. Fused kernels are off: they are refused with a
+    vocabulary larger than the tokenizer."""
+    settings = _settings(script) | {"actor_rollout_ref.model.use_fused_kernels": "False"}
     return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _settings(script: str) -> dict[str, str]:
+    nodes = dict(_SCRIPTS[script])
+    like = nodes.pop("like", None)
+    own = {f"{node}.{leaf}": value for node, leaves in nodes.items() for leaf, value in leaves.items()}
+    return (_settings(like) if like else {}) | own
 
 
 def write_inputs(folder: Path, family: str = "qwen3") -> tuple[str, ...]:
@@ -127,8 +139,8 @@ def _composed(groups: tuple[str, ...]) -> DictConfig:
         return compose("ppo_trainer", overrides=list(groups))
 
 
-def _values(section: str, table: dict[str, Any] = _TABLE) -> Iterator[tuple[str, Any]]:
-    for node, leaves in table[section].items():
+def _values(section: str) -> Iterator[tuple[str, Any]]:
+    for node, leaves in _TABLE[section].items():
         for leaf, values in leaves.items():
             yield f"{node}.{leaf}", values
 

@@ -133,7 +133,7 @@ def test_accepted_sets_have_no_mismatch(number, inputs, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [script for script, (family, _) in SCRIPTS.items() if family == "qwen3_5"])
 def test_scripts_for_qwen3_5_take_two_steps_with_text(script, tmp_path):
     sizes = SIZES | {
         "trainer.total_training_steps": 2,

@@ -179,7 +179,6 @@ def _arm(fault: Fault) -> None:
         return when(name, fault.fire), when(name, fault.finish)
 
     def in_trainer_base(module: Any) -> None:
-        _around(module.PPOTrainer, "on_sample_begin", when("generation", fault.fire))
         _around(module.PPOTrainer, "_compute_old_log_prob", *phase("log_prob"))
         _around(module.PPOTrainer, "_update_actor", *phase("update"))
         if (fault.victim, fault.phase) != ("trainer", "checkpoint"):
@@ -187,6 +186,7 @@ def _arm(fault: Fault) -> None:
 
     def in_trainer(name: str) -> Callable[[Any], None]:
         def act(module: Any) -> None:
+            _around(getattr(module, name), "on_sample_begin", when("generation", fault.fire))
             _around(getattr(module, name), "on_sample_end", when("generation", fault.finish))
             _around(getattr(module, name), "on_step_end", *phase("sync"))
 

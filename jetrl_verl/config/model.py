@@ -49,9 +49,6 @@ OF_ONE_SIDE = frozenset(
 """Fields of a model's configuration that change no number of its forward, or that the precision sets; any other one is
 the same on both sides."""
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""The names that configurations have for their number of experts."""
-
 REACHES = ("verl.utils.fs:copy_to_local",)
 """What this file calls as verl's workers do, which then find its copy; scripts/reach.py watches it."""
 
@@ -238,7 +235,6 @@ def check_models(job: "Job", get: Get) -> None:
             check_attention(model)
         if get(f"{MODEL}.use_fused_kernels"):
             check_vocabulary(model, get(f"{MODEL}.tokenizer_path"))
-    check_teachers(job, get)
     ulysses = {key: ranks for key in ULYSSES_OF_THE_CRITIC if (ranks := get(key) or 1) > 1}
     varlen = get(attention_key(CRITIC_MODEL)) == JETRL_ATTENTION
     varlen = varlen and CRITIC_MODEL in trained_models(get)
@@ -360,18 +356,6 @@ def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
 
     if replicas > 1 and family(model.config).experts is not None:
         refuse("mixture_over_replicas", what=f"the mixture of experts {model.path}", scope=f"{key}={replicas}")
-
-
-def check_teachers(job: "Job", get: Get) -> None:
-    """Refuse distillation from a mixture of experts."""
-    from jetrl_verl.models.families.base import read
-
-    key = "distillation.teacher_models"
-    for name, teacher in (get(key) or {}).items() if get("distillation.enabled") else ():
-        model = read_model(teacher.get("model_path"), f"{key}.{name}.model_path")
-        if model is not None and any(read(model.config, experts, 0) for experts in EXPERTS):
-            what = f"distillation from the mixture of experts {model.path}"
-            refuse("mixture_as_a_teacher", precision=job.options.precision, what=what)
 
 
 def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:

@@ -114,23 +114,16 @@ def test_scripts_pass_with_images_where_the_run_need_not_be_exact(tmp_path, scri
     [
         ((), {"videos": [{"video": "a.mp4"}]}, "the column videos of {data} (data.train_files) is not supported with"),
         (
-            ("distillation.enabled=True", "distillation.teacher_models.teacher_model.model_path={teacher}"),
-            {},
-            "distillation from the mixture of experts {teacher} is not supported with",
-        ),
-        (
             ("actor_rollout_ref.actor.strategy=fsdp_turbo", "actor_rollout_ref.ref.strategy=fsdp_turbo"),
             {},
             "actor_rollout_ref.actor.strategy=fsdp_turbo is not supported with",
         ),
     ],
-    ids=["videos", "mixture as a teacher", "FSDP-Turbo"],
+    ids=["videos", "FSDP-Turbo"],
 )
 def test_what_qwen3_5_is_not_supported_with_is_refused_by_name(tmp_path, words, columns, sentence):
-    model, teacher = (published(tmp_path / name, name) for name in ("qwen3.5-2b", "qwen3-30b-a3b"))
-    data = text(tmp_path, **columns)
+    model, data = published(tmp_path / "model", "qwen3.5-2b"), text(tmp_path, **columns)
     inputs = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
-    words = [word.format(teacher=teacher) for word in words]
     message = driver_says(["precision=jet_fp8", *script_words("run_qwen3_5_2b_openr1_fsdp"), *inputs, *words])
-    assert message.startswith(sentence.format(data=data, teacher=teacher) + " precision=jet_fp8: ")
+    assert message.startswith(sentence.format(data=data) + " precision=jet_fp8: ")
     assert SENTENCE.fullmatch(message)

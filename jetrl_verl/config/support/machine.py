@@ -203,11 +203,6 @@ MODEL_ROWS: dict[str, Row] = {
         scope=Scope("rollout.data_parallel_size above 1"),
         instead="Set it to 1, which starts a server for each replica",
     ),
-    "mixture_as_a_teacher": Row(
-        "distillation from a mixture of experts",
-        "no job has run with such a teacher",
-        instead="Set distillation.teacher_models to dense models, or precision=bf16",
-    ),
     "dense_layers_of_a_mixture": Row("a mixture of experts with a dense MLP in some layers"),
     "shared_expert": Row("a shared expert in a mixture other than Qwen3.5's, or none in Qwen3.5's"),
     "expert_activation": Row("experts with another activation than SiLU"),

@@ -210,8 +210,10 @@ def words_of(job: Job, row: Row, model: Path, data: Path, paths: RunPaths, tiny:
         words += [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(job.model) else []
     else:
         words += words_of_a_local_ray()
-    if is_hybrid(job) and row.name in STOCK and not importlib.util.find_spec("flashinfer"):
-        words.append(f"{VLLM}.gdn_prefill_backend=triton")
+    if is_hybrid(job) and row.name in STOCK:
+        words.append(f"{VLLM}.language_model_only=True")
+        if not importlib.util.find_spec("flashinfer"):
+            words.append(f"{VLLM}.gdn_prefill_backend=triton")
     return [*words, *row.settings]
 
 

@@ -58,7 +58,7 @@ def check(policy, folder: Path, family: str, *words: str, **changes: int) -> Non
 
 
 @pytest.mark.parametrize(
-    "family", [*HYBRIDS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl", "qwen2_5_vl"))]
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name != "qwen3_5")) for name in WITH_TOWER]
 )
 def test_one_rank_agrees_in_every_bit_at_every_step(policy, family, tmp_path):
     check(policy, tmp_path, family, f"{ACTOR}.ppo_micro_batch_size_per_gpu=16", "jetrl.gathered=batch")

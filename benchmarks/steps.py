@@ -234,6 +234,17 @@ def host() -> str:
     return f"{socket.gethostname()}-{boot.read_text()[:8] if boot.exists() else 'unknown'}"
 
 
+def run_verl(words: Sequence[str], environment: Mapping[str, str], log: Path, ends: float) -> int | None:
+    """Run verl until ``ends`` by ``time.monotonic()`` at most; its status, None where it was ended."""
+    # vLLM calls ninja by name.
+    path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), environment.get("PATH"))))
+    with ProcessTree([*VERL, *words], {**environment, "PATH": path}, log) as tree:
+        for _ in tree.follow():
+            if time.monotonic() > ends:
+                break
+        return tree.poll()
+
+
 def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
     """Run verl for one row, until ``ends`` by ``time.monotonic()`` at most; the row's record."""
     job = replace(JOBS[name], sequences=16, response=24, settings=()) if tiny else JOBS[name]
@@ -251,15 +262,8 @@ def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
     words = words_of(job, row, model, data, paths, tiny)
-    environment = build_environment(paths, "cpu" if tiny else "cuda")
-    # vLLM calls ninja by name.
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     began = time.time()
-    with ProcessTree([*VERL, *words], environment, paths.log) as tree:
-        for _ in tree.follow():
-            if time.monotonic() > ends:
-                break
-        status = tree.poll()
+    status = run_verl(words, build_environment(paths, "cpu" if tiny else "cuda"), paths.log, ends)
     record = {
         "job": name,
         "row": str(row),

@@ -26,13 +26,13 @@ from pathlib import Path
 from benchmarks.evidence import dose, task
 from benchmarks.evidence.policy import FULL, TINY, write_planted
 from benchmarks.published_shapes import ROOT
-from benchmarks.steps import TIME_UP
+from benchmarks.steps import TIME_UP, run_verl
 from jetrl_verl.inputs import UserError
 from jetrl_verl.tools.compare.run import SEED_KEYS
 from jetrl_verl.tools.demo.cache import Prepared
 from jetrl_verl.tools.demo.overrides import build_overrides
-from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_device, quote
-from jetrl_verl.tools.process_tree import ProcessTree, signals_raise
+from jetrl_verl.tools.launch import RunPaths, build_environment, choose_device, quote
+from jetrl_verl.tools.process_tree import signals_raise
 from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, accuracy_keys, load_run
@@ -186,18 +186,13 @@ def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: f
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
     environment = build_environment(paths, device)
-    # vLLM calls ninja by name; workers import dose.py.
-    for name, first in (("PATH", Path(sys.executable).parent), ("PYTHONPATH", ROOT)):
-        environment[name] = os.pathsep.join(filter(None, (str(first), environment.get(name))))
+    # Workers import dose.py.
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     if run.sigma:
         environment |= dose.Dose(run.sigma, run.stays, run.seed, sizes.rollouts).environment()
     words = words_of(run, sizes, size.levels, out, write_planted(out, factor), device)
     began = time.monotonic()
-    with ProcessTree([*VERL, *words], environment, paths.log) as tree:
-        for _ in tree.follow():
-            if time.monotonic() > ends:
-                break
-        status = tree.poll()
+    status = run_verl(words, environment, paths.log, ends)
     records = records_of(paths.folder) if paths.metrics.exists() else []
     result = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - began)}
     result |= {"errors": last_errors(paths.log)} if status else {}

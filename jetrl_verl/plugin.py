@@ -17,6 +17,7 @@ from jetrl_verl.patches.after_import import announce, when_imported
 PATCHED_FOR_EVERY_PRECISION = {
     "log_probs": ("verl.utils.torch_functional",),
     "replay_buffer": ("verl.trainer.ppo.v1.replay_buffer",),
+    "equal_lengths": ("verl.utils.tensordict_utils",),
     "attention_name": ("verl.utils.model",),
     "two_runs": (
         "verl.workers.rollout.vllm_rollout.vllm_rollout",
@@ -36,8 +37,8 @@ PATCHED_FOR_EVERY_PRECISION = {
     ),
 }
 """Modules of patches/ that apply under every precision, baselines included, and the modules of verl and vLLM that each
-patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, and an
-end of the run where a rollout worker or server fails."""
+patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, mRoPE for
+sequences of one length, and an end of the run where a rollout worker or server fails."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 CHECKPOINT_ENGINES = "verl.checkpoint_engine.base"

@@ -15,6 +15,7 @@ MODULES = (
     "batch_hooks",
     "checkpoint_tracker",
     "dead_servers",
+    "equal_lengths",
     "fork_on_cpu",
     "fsdp_on_cpu",
     "generation",

@@ -41,10 +41,7 @@ def _failed(sentence: object, status: int) -> typer.Exit:
 
 
 app = typer.Typer(
-    name="jetrl",
-    help="One FP8 precision flow for rollout and training in verl.",
-    no_args_is_help=True,
-    cls=_Commands,
+    name="jetrl", help="One FP8 precision flow for rollout and training in verl.", no_args_is_help=True, cls=_Commands
 )
 
 
@@ -125,15 +122,7 @@ def compare(
     from jetrl_verl.tools.rows import split_rows
 
     options = CompareOptions(
-        split_rows(precisions),
-        _counts(seeds),
-        out,
-        tuple(context.args),
-        temperature,
-        samples,
-        steps,
-        cache,
-        device,
+        split_rows(precisions), _counts(seeds), out, tuple(context.args), temperature, samples, steps, cache, device
     )
     status = run_compare(options, Console())
     raise typer.Exit(status)

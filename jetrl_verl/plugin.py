@@ -19,10 +19,7 @@ PATCHED_FOR_EVERY_PRECISION = {
     "replay_buffer": ("verl.trainer.ppo.v1.replay_buffer",),
     "equal_lengths": ("verl.utils.tensordict_utils",),
     "attention_name": ("verl.utils.model",),
-    "two_runs": (
-        "verl.workers.rollout.vllm_rollout.vllm_rollout",
-        "verl.workers.rollout.vllm_rollout.utils",
-    ),
+    "two_runs": ("verl.workers.rollout.vllm_rollout.vllm_rollout", "verl.workers.rollout.vllm_rollout.utils"),
     "weight_sync": (
         "verl.workers.rollout.vllm_rollout.vllm_rollout",
         "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
@@ -31,10 +28,7 @@ PATCHED_FOR_EVERY_PRECISION = {
     "token_versions": ("verl.workers.rollout.llm_server",),
     "dead_servers": ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.v1.trainer_separate_async"),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
-    "generation": (
-        "verl.workers.rollout.vllm_rollout.vllm_async_server",
-        "vllm.v1.engine.output_processor",
-    ),
+    "generation": ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm.v1.engine.output_processor"),
 }
 """Modules of patches/ that apply under every precision, baselines included, and the modules of verl and vLLM that each
 patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, mRoPE for

@@ -17,11 +17,7 @@ if TYPE_CHECKING:
     from .engine_config import JetFSDPEngineConfig
     from .environment import check_environment
 
-_LAZY = {
-    "JetFSDPEngineConfig": "engine_config",
-    "check_environment": "environment",
-    "resolve": "composition",
-}
+_LAZY = {"JetFSDPEngineConfig": "engine_config", "check_environment": "environment", "resolve": "composition"}
 
 __all__ = [
     "PRECISIONS",

@@ -17,15 +17,7 @@ from .options import JetConfig
 if TYPE_CHECKING:
     from jetrl_verl.models.plan import LinearPlan
 
-ROLLOUT_OPTIONS = (
-    "precision",
-    "scale_rule",
-    "unfit_layers",
-    "contract_check",
-    "operations",
-    "reduction",
-    "kv_cache",
-)
+ROLLOUT_OPTIONS = ("precision", "scale_rule", "unfit_layers", "contract_check", "operations", "reduction", "kv_cache")
 """Options that travel to vLLM, inside its ``quantization_config``."""
 
 

@@ -326,8 +326,7 @@ def triton_causal_conv1d_backward(dy, x, weight, cu_seqlens) -> tuple[torch.Tens
 
 
 _causal_conv1d = dispatched(
-    "causal_conv1d(Tensor x, Tensor weight, Tensor cu_seqlens) -> Tensor",
-    fake=lambda x, *_: x.new_empty(x.shape),
+    "causal_conv1d(Tensor x, Tensor weight, Tensor cu_seqlens) -> Tensor", fake=lambda x, *_: x.new_empty(x.shape)
 )
 _causal_conv1d_backward = dispatched(
     "causal_conv1d_backward(Tensor dy, Tensor x, Tensor weight, Tensor cu_seqlens) -> (Tensor, Tensor)",

@@ -9,11 +9,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.operator import operator, require_bf16, require_shape
 from jetrl_verl.kernels.results import fake_rowwise, require_groups
-from jetrl_verl.kernels.rms_norm import (
-    launch_rms_norm,
-    reference_add_rms_norm,
-    reference_add_rms_norm_quantize_1x128,
-)
+from jetrl_verl.kernels.rms_norm import launch_rms_norm, reference_add_rms_norm, reference_add_rms_norm_quantize_1x128
 from jetrl_verl.reference import QuantizedTensor
 
 __all__ = ["combine_add_rms_norm", "combine_add_rms_norm_quantize_1x128"]

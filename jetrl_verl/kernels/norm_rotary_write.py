@@ -10,12 +10,7 @@ from jetrl_verl.kernels.attention import write_pages
 from jetrl_verl.kernels.device.launch import jit
 from jetrl_verl.kernels.dispatch import implements, lookup
 from jetrl_verl.kernels.kv_cache import check_cache, reference_write_kv, unit_of_slot, write_heads, write_heads_from
-from jetrl_verl.kernels.norm_rotary import (
-    check_norm_rotary,
-    reference_norm_rotary,
-    rotated_heads,
-    store_halves,
-)
+from jetrl_verl.kernels.norm_rotary import check_norm_rotary, reference_norm_rotary, rotated_heads, store_halves
 from jetrl_verl.kernels.operator import operator, require_bf16
 from jetrl_verl.kernels.rms_norm import heads_in_place, tile_and_warps
 from jetrl_verl.kernels.sizes import HEADS_OF_A_PROGRAM, ceil_div

@@ -23,10 +23,7 @@ from jetrl_verl.rollout import vllm_compat as vllm
 
 # Imported on their own platforms alone.
 _CPU, _FLASH = "jetrl_verl.rollout.cpu_attention", "jetrl_verl.rollout.flash_attention"
-_BACKENDS = {
-    "CPU_ATTN": _CPU + ".{}CPUAttentionBackend",
-    "FLASH_ATTN": _FLASH + ".{}FlashAttentionBackend",
-}
+_BACKENDS = {"CPU_ATTN": _CPU + ".{}CPUAttentionBackend", "FLASH_ATTN": _FLASH + ".{}FlashAttentionBackend"}
 """Name of vLLM's backend -> its subclass; ``{}`` is filled by the format of the cache."""
 
 

@@ -40,12 +40,7 @@ class JetExpertsMethod(vllm.FusedMoEMethodBase):
         self.format = formats.get(config.format_name)
         parallel = layer.moe_config.moe_parallel_config
         if parallel.use_ep:
-            refuse(
-                "expert_parallel",
-                precision=config.precision,
-                key=f"{VLLM}.enable_expert_parallel",
-                value="true",
-            )
+            refuse("expert_parallel", precision=config.precision, key=f"{VLLM}.enable_expert_parallel", value="true")
         if parallel.dp_size > 1:
             scope = f"{VLLM}.data_parallel_size={parallel.dp_size}"
             refuse("mixture_over_replicas", what=f"the mixture of experts {config.path}", scope=scope)

@@ -159,9 +159,7 @@ class JetWorkerExtension(vLLMColocateWorkerExtension):
         model = self.model_runner.model.config
         names = family(model)
         run = dict(
-            rollout=True,
-            mixture=None if names.experts is None else config.format_name,
-            variant=names.variant(model),
+            rollout=True, mixture=None if names.experts is None else config.format_name, variant=names.variant(model)
         )
         operations = stated_operations(self.device, config.operations, config.kv_cache.traits.name, **run)
         return self._jetrl_receiver.verify(

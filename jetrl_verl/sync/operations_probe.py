@@ -114,11 +114,7 @@ def _token_by_token(inputs: ProbeInputs, kv_cache: KVCache) -> torch.Tensor:
     return out
 
 
-_STATE_STEPS = (
-    ((0, 2, 4, 0), (5, 6, 0, 0), (6, 76, 2, 0)),
-    ((2, 5, 4, 2), (76, 154, 2, 70)),
-    ((154, 155, 2, 148),),
-)
+_STATE_STEPS = (((0, 2, 4, 0), (5, 6, 0, 0), (6, 76, 2, 0)), ((2, 5, 4, 2), (76, 154, 2, 70)), ((154, 155, 2, 148),))
 """Steps of a rollout of a gated delta net over the probe's sequences: (first token, stop, slot, tokens computed)."""
 
 

@@ -85,10 +85,7 @@ def test_masked_tokens_do_not_count():
 
 @pytest.mark.parametrize(
     ("fields", "expected"),
-    [
-        (batch([2.0], [1.0], mask=[0.0]), (1.0, 0.0, 1.0)),
-        (batch([2.0, 0.5], [0.0, 0.0]), (1.5625 / 2.125, 0.25, 1.0)),
-    ],
+    [(batch([2.0], [1.0], mask=[0.0]), (1.0, 0.0, 1.0)), (batch([2.0, 0.5], [0.0, 0.0]), (1.5625 / 2.125, 0.25, 1.0))],
     ids=["no response", "no advantage"],
 )
 def test_a_batch_without_responses_or_advantages_gives_finite_numbers(fields, expected):

@@ -17,13 +17,7 @@ def statistics(tokens, points: int = 5) -> RatioStatistics:
 
 
 # BF16 clips two negative tokens (0.7 and 0.75 are below 0.8), FP8 at 0.8 would clip four.
-NEGATIVE = [
-    (0.55, 0.70, -1.0),
-    (0.65, 0.75, -2.0),
-    (0.72, 0.85, -1.0),
-    (0.78, 0.90, -1.0),
-    (1.10, 1.05, -1.0),
-]
+NEGATIVE = [(0.55, 0.70, -1.0), (0.65, 0.75, -2.0), (0.72, 0.85, -1.0), (0.78, 0.90, -1.0), (1.10, 1.05, -1.0)]
 
 
 def test_lower_bound_clips_as_many_negative_tokens_as_bf16_would():

@@ -9,14 +9,7 @@ import torch
 from tiny_models import ALL, HYBRIDS, tiny_model
 from transformers import AutoModelForCausalLM
 
-from jetrl_verl.algorithms.invariant_scaling import (
-    FOLDED,
-    check_resumed,
-    fold,
-    fold_missing,
-    folded_in,
-    unfolded,
-)
+from jetrl_verl.algorithms.invariant_scaling import FOLDED, check_resumed, fold, fold_missing, folded_in, unfolded
 from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.models import UnsupportedLayer
 from jetrl_verl.models import family as model_family

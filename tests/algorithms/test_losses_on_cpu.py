@@ -41,10 +41,7 @@ LOSSES = list(OBJECTIVE)
 
 def actor_config(**changes) -> FSDPActorConfig:
     fields = dict(
-        strategy="fsdp2",
-        rollout_n=1,
-        ppo_micro_batch_size_per_gpu=1,
-        policy_loss=JetPolicyLossConfig(is_threshold=2.0),
+        strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, policy_loss=JetPolicyLossConfig(is_threshold=2.0)
     )
     return FSDPActorConfig(**(fields | changes))
 

@@ -66,8 +66,7 @@ def record(row: str, seconds: float, **changed) -> dict:
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"host": "b"}, {"job": "8b"}, {"complete": False}, {"build": {"gpu": "NVIDIA H200"}}, {"ended": 2300.0}],
+    "changed", [{"host": "b"}, {"job": "8b"}, {"complete": False}, {"build": {"gpu": "NVIDIA H200"}}, {"ended": 2300.0}]
 )
 def test_rows_of_other_bookings_are_not_compared(changed):
     best, jet = record("bf16_best", 24.0), record("jet_fp8", 20.0, began=600.0, ended=1100.0)

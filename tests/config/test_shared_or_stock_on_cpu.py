@@ -123,7 +123,7 @@ ABOVE = "k3_kl will be above 0"
             {"trainer.v1.sync.parameter_sync_step": 4},
             [
                 "OFF: trainer.v1.sync.parameter_sync_step=4 (all but the first were sampled before an update); "
-                f"{ABOVE}. Set trainer.v1.sync.parameter_sync_step=1.",
+                f"{ABOVE}. Set trainer.v1.sync.parameter_sync_step=1."
             ],
         ),
         (

@@ -191,10 +191,7 @@ def test_measured_formats_report_zeros_and_subnormals(number_format):
 LAYOUT = re.compile(r"1x128|128x1|float8|(?i:e4m3|block_?fp8|channel_?int8)|^BLOCK$|FP8_DTYPE|^(fp8|int8)$")
 """Names and strings that one format's layout, dtype or object has."""
 
-NAMED = {
-    "tools/doctor/self_check.py": "operands of the kernels that it checks",
-    "tools/memory/terms.py": "the presets",
-}
+NAMED = {"tools/doctor/self_check.py": "operands of the kernels that it checks", "tools/memory/terms.py": "the presets"}
 """Files that name one, and what for."""
 
 DEFAULTS = {

@@ -326,14 +326,7 @@ def test_gradients_of_the_weighted_activation(experts_of, experts, rule):
     assert (dweights - exact).abs().max() <= 1e-4 * exact.abs().max()
 
 
-WITHOUT_ROUNDING = (
-    "router's choice",
-    "segments",
-    "a rollout's rows",
-    "gathered rows",
-    "gathered gradients",
-    "combine",
-)
+WITHOUT_ROUNDING = ("router's choice", "segments", "a rollout's rows", "gathered rows", "gathered gradients", "combine")
 COPIES = [call for call in self_check.calls() if call.name in WITHOUT_ROUNDING]
 
 

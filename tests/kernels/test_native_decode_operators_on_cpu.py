@@ -13,11 +13,7 @@ from types import SimpleNamespace
 import flash_attention_order
 import pytest
 import torch
-from native_calls import (
-    decode_call,
-    decode_call_bf16,
-    shifted,
-)
+from native_calls import decode_call, decode_call_bf16, shifted
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.kernels import dispatch, native
@@ -245,10 +241,7 @@ def test_which_bf16_decode_steps_use_the_native_kernel(monkeypatch):
     assert not chosen(1, 32, 4)
 
 
-CONTRACT_STEPS = [
-    ("fp8", "decode_attention"),
-    pytest.param("bf16", "decode_attention_bf16", marks=pytest.mark.slow),
-]
+CONTRACT_STEPS = [("fp8", "decode_attention"), pytest.param("bf16", "decode_attention_bf16", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("cache", "operation"), CONTRACT_STEPS)

@@ -71,8 +71,7 @@ def test_fprop_wraps_its_ring_of_stages_several_times_a_tile(emulator, block, cl
 
 
 @pytest.mark.parametrize(
-    ("kernel", "block"),
-    [("fprop", 64), ("fprop", 128), ("fprop", 192), ("fprop", 256), ("wgrad", 128), ("wgrad", 256)],
+    ("kernel", "block"), [("fprop", 64), ("fprop", 128), ("fprop", 192), ("fprop", 256), ("wgrad", 128), ("wgrad", 256)]
 )
 @pytest.mark.parametrize("k", [16, slow(128), 144, 512, 640, slow(768), slow(900), 1024, 1100])
 def test_rings_of_stages_that_wrap_and_that_do_not(emulator, kernel, k, block):
@@ -208,8 +207,7 @@ def test_wgrad_with_a_ragged_token_count(emulator, block, cluster, dtype, seed):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "seed"),
-    [(torch.bfloat16, 0), slow(torch.bfloat16, 1), slow(torch.float32, 0), (torch.float32, 1)],
+    ("dtype", "seed"), [(torch.bfloat16, 0), slow(torch.bfloat16, 1), slow(torch.float32, 0), (torch.float32, 1)]
 )
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("block", [128, 256])
@@ -304,16 +302,14 @@ FAULTS = {
         "what the warp wrote to staging is not fenced from the copy engine": ("  sm90::fence_for_copies();\n", ""),
     },
     ("wgrad", "epilogue.cuh"): {
-        "staging is read before the warp has written it": ("    sm90::sync_warp();\n" + READ, READ),
+        "staging is read before the warp has written it": ("    sm90::sync_warp();\n" + READ, READ)
     },
-    ("fprop", "gemm.h"): {
-        "the descriptor's eight-row stride is wrong": ("kStride = 1024 / 16", "kStride = 2048 / 16"),
-    },
+    ("fprop", "gemm.h"): {"the descriptor's eight-row stride is wrong": ("kStride = 1024 / 16", "kStride = 2048 / 16")},
     ("decode", DECODE_PART): {
         "the decode kernel promotes a stage whose chains still run": (
             DECODE_WAIT,
             DECODE_WAIT.replace("kYounger", "kYounger + 1"),
-        ),
+        )
     },
     ("decode", DECODE): {
         "the decode kernel copies a stage's scales before it is free": ("      if (met) ring.wait_empty();\n", ""),
@@ -323,7 +319,7 @@ FAULTS = {
         ),
     },
     ("fprop", "pipeline.cuh"): {
-        "FProp's chain starts without a fence after the last use of its sums": ("  sm90::wgmma_fence();\n", ""),
+        "FProp's chain starts without a fence after the last use of its sums": ("  sm90::wgmma_fence();\n", "")
     },
 }
 

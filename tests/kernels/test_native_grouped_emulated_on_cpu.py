@@ -274,9 +274,7 @@ FAULTS = {
         "rows of the next expert are stored": ("of_tile.row + kStoreRows <= of_tile.end", "true"),
         "a tile's place lies where an int4 may not": ("round_up(kAtEmpty + 8 * kStages, 16)", "kAtEmpty + 8 * kStages"),
     },
-    (FPROP, f"sm90_{FPROP}.cu"): {
-        "the copy engine reads scales from any row on": ("segments.aligned && ", ""),
-    },
+    (FPROP, f"sm90_{FPROP}.cu"): {"the copy engine reads scales from any row on": ("segments.aligned && ", "")},
     (DECODE, f"sm90_{DECODE}.cu"): {
         "X is copied while the previous kernel may write it": (
             "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",

@@ -15,16 +15,7 @@ import native_emulator
 import pytest
 import torch
 from contract_inputs import gaussian
-from native_calls import (
-    OUTPUT_ROWS,
-    REFUSED,
-    apart,
-    arguments_of,
-    gaps,
-    is_untouched,
-    shifted,
-    three_dimensional,
-)
+from native_calls import OUTPUT_ROWS, REFUSED, apart, arguments_of, gaps, is_untouched, shifted, three_dimensional
 from native_emulator import experts_operand, operands, product, silu_gradients, silu_operands
 from slow import slow
 from tensors import packed
@@ -35,10 +26,7 @@ from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch, native
 from jetrl_verl.kernels.gemm_nt import native_gemm_nt
 from jetrl_verl.kernels.gemm_nt_of_ranks import native_gemm_nt_of_ranks, sliced_gemm_nt_of_ranks
-from jetrl_verl.kernels.grouped_gemm import (
-    native_supports_grouped_gemm_nt_of_ranks,
-    native_supports_grouped_wgrad,
-)
+from jetrl_verl.kernels.grouped_gemm import native_supports_grouped_gemm_nt_of_ranks, native_supports_grouped_wgrad
 from jetrl_verl.kernels.silu_mul import native_supports_silu_mul_backward
 from jetrl_verl.kernels.wgrad import native_wgrad
 from jetrl_verl.reference import BLOCK, FP8_DTYPE, SCALE_RULES, GemmCall, QuantizedTensor, k_slices, sum_of_ranks

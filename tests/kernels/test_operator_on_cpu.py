@@ -106,10 +106,7 @@ def test_torch_sees_a_quantized_tensor_as_two_tensors(calls):
 
 @pytest.mark.parametrize(
     ("operator", "quantize", "rule"),
-    [
-        ("fprop", lambda w: kernels.quantize_128x128(w, "fp32"), ["fp32"]),
-        ("fprop_int8", kernels.quantize_int8, []),
-    ],
+    [("fprop", lambda w: kernels.quantize_128x128(w, "fp32"), ["fp32"]), ("fprop_int8", kernels.quantize_int8, [])],
 )
 def test_fprop_stays_one_node_under_torch_compile_with_dynamic_shapes(operator, quantize, rule):
     weight, scales = quantize(torch.randn(130, 256).bfloat16())

@@ -75,10 +75,7 @@ def test_unsupported_operands_of_flash_attention_raise(features, dtype, sentence
         kernels.varlen_attention(*operands, torch.tensor([0, 8]), 8, 0.125)
 
 
-@pytest.mark.parametrize(
-    ("missing", "forward"),
-    [(None, flash_attention_3), ("not Hopper", torch_flash_attention)],
-)
+@pytest.mark.parametrize(("missing", "forward"), [(None, flash_attention_3), ("not Hopper", torch_flash_attention)])
 def test_a_gpu_without_flash_attention_3_runs_torch_flash_attention(monkeypatch, missing, forward):
     monkeypatch.setattr(vllm_kernels, "no_flash_attention_3", lambda: missing)
     for capability in ((8, 0), (8, 9), (9, 0), (10, 0)):

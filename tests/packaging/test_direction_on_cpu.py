@@ -33,7 +33,7 @@ DIRECTION: dict[str, set[str]] = {
     "config": {"sources", "inputs", "reference", "formats", "models", "patches"},
     "algorithms": {"reference", "kernels", "formats", "models", "nn", "metrics", "patches", "config"},
     "checkpoint": {
-        *("inputs", "reference", "kernels", "formats", "models", "nn", "sync", "patches", "config", "algorithms"),
+        *("inputs", "reference", "kernels", "formats", "models", "nn", "sync", "patches", "config", "algorithms")
     },
     "train": {
         *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),

@@ -7,13 +7,7 @@ import os
 import pytest
 import torch
 
-from jetrl_verl.patches import (
-    fork_on_cpu,
-    fsdp_on_cpu,
-    hybrid_on_cpu,
-    process_group_on_cpu,
-    reloadable_weights_on_cpu,
-)
+from jetrl_verl.patches import fork_on_cpu, fsdp_on_cpu, hybrid_on_cpu, process_group_on_cpu, reloadable_weights_on_cpu
 
 
 @pytest.mark.parametrize(("requested", "used"), [(None, "gloo"), ("cpu:gloo", "cpu:gloo")])

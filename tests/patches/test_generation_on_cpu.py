@@ -12,14 +12,7 @@ import pickle
 import numpy as np
 import pytest
 from patch_home import current, home
-from scripted_server import (
-    ScriptedCore,
-    functions_of,
-    log_probs_of,
-    scripted_server,
-    stock_in_place,
-    tokenizer_of,
-)
+from scripted_server import ScriptedCore, functions_of, log_probs_of, scripted_server, stock_in_place, tokenizer_of
 
 from jetrl_verl.patches.generation import OUTPUTS, REQUESTS
 from jetrl_verl.plugin import PATCHED_FOR_EVERY_PRECISION
@@ -346,12 +339,7 @@ def test_the_log_probability_processor_has_every_attribute_that_vllm_reads():
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("logprobs_processor")
     }
     # Only a DELTA stream, which is not patched, reads pop_prompt_logprobs.
-    assert read - {"pop_prompt_logprobs"} == {
-        "logprobs",
-        "prompt_logprobs",
-        "cumulative_logprob",
-        "update_from_output",
-    }
+    assert read - {"pop_prompt_logprobs"} == {"logprobs", "prompt_logprobs", "cumulative_logprob", "update_from_output"}
     assert all(hasattr(processor, name) for name in read - {"pop_prompt_logprobs"})
 
 

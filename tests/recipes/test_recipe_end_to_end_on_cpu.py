@@ -102,12 +102,7 @@ CASES = {
         SAVED,
     ),
     "qwen3-moe": Case(
-        "qwen3_moe/run_qwen3_30b_a3b_base.sh",
-        "qwen3_moe",
-        GSM8K_MATH,
-        MATH,
-        {"OFFLOAD": "False"},
-        SHARED,
+        "qwen3_moe/run_qwen3_30b_a3b_base.sh", "qwen3_moe", GSM8K_MATH, MATH, {"OFFLOAD": "False"}, SHARED
     ),
     "qwen3_5-4b": Case("qwen3_5/run_qwen3_5_4b.sh", "qwen3_5", GSM8K_ALONE, GSM8K, words=SHARED),
     "qwen3_5-27b": Case(
@@ -190,10 +185,7 @@ def run_recipe(case: Case, precision: str, folder: Path) -> tuple[list[dict[str,
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    RUNS,
-)
+@pytest.mark.parametrize(("name", "precision"), RUNS)
 def test_a_recipe_takes_two_steps_on_a_cpu(name, precision, tmp_path):
     case = CASES[name]
     steps, log = run_recipe(case, precision, tmp_path)

@@ -134,10 +134,7 @@ def rank_model(rank: int, whole: dict[str, torch.Tensor], form=quantized) -> nn.
             dict(output_sizes=[INNER, INNER]) | form(part(mlp, "gate_proj.weight", "up_proj.weight")),
         ),
         f"{mlp}.down_proj": (RowParallelLinear, dict(input_size=INNER) | form(part(mlp, "down_proj.weight"))),
-        net: (
-            nn.Module,
-            dict(A_log=part(net, "A_log").float(), dt_bias=part(net, "dt_bias"), num_v_heads=VALUE_HEADS),
-        ),
+        net: (nn.Module, dict(A_log=part(net, "A_log").float(), dt_bias=part(net, "dt_bias"), num_v_heads=VALUE_HEADS)),
         f"{net}.conv1d": (ColumnParallelLinear, dict(weight=part(net, "conv1d.weight"))),
         f"{net}.in_proj_qkvz": (
             MergedColumnParallelLinear,

@@ -73,8 +73,7 @@ def load(worker, family: str) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("family", "ranks"),
-    [*(("qwen3", ranks) for ranks in (4, 8)), *((family, 2) for family in SHAPES)],
+    ("family", "ranks"), [*(("qwen3", ranks) for ranks in (4, 8)), *((family, 2) for family in SHAPES)]
 )
 def test_equal_in_every_bit_with_chunks_prefixes_and_preemption(family, ranks, tmp_path, cpu_platform):
     with vllm_engine.cpu_settings():

@@ -274,11 +274,7 @@ def test_only_uniform_batches_are_captured_with_the_native_kernel(monkeypatch, u
 @pytest.mark.parametrize(
     ("backend", "changes", "complaint"),
     [
-        (
-            TritonAttentionBackend,
-            {},
-            "attention backend TRITON_ATTN .* is not supported with jetrl.operations=shared",
-        ),
+        (TritonAttentionBackend, {}, "attention backend TRITON_ATTN .* is not supported with jetrl.operations=shared"),
         (OtherFlashAttentionBackend, {}, rf"the attention backend FLASH_ATTN \({__name__}\) is not supported"),
         (FlashAttentionBackend, {"vllm_flash_attn_version": 2}, "FlashAttention 2, which this GPU runs, is not"),
         (CPUAttentionBackend, {"attn_type": AttentionType.ENCODER_ONLY}, "other than plain causal is not supported"),

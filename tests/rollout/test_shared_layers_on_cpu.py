@@ -131,16 +131,7 @@ def test_parameters_and_their_loaders_are_not_changed():
         (lambda: LogitsProcessor(100, scale=0.5), "scaled logits"),
         (lambda: LogitsProcessor(100, soft_cap=30.0), "soft-capped logits"),
     ],
-    ids=[
-        "no weight",
-        "part of a row",
-        "part of a head",
-        "pairs",
-        "YaRN",
-        "another rotary",
-        "scaled",
-        "capped",
-    ],
+    ids=["no weight", "part of a row", "part of a head", "pairs", "YaRN", "another rotary", "scaled", "capped"],
 )
 def test_a_layer_that_is_not_covered_is_refused(layer, complaint):
     with set_current_vllm_config(VllmConfig()):

@@ -59,10 +59,7 @@ def engines(tmp_path_factory):
     paths = os.pathsep.join([str(here), str(here.parent), str(here.parents[1])])
     environment = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}
     run = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", program], env=environment | {"PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads((folder / "engines.json").read_text())

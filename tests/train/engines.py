@@ -100,10 +100,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def batch(
-    seed: int,
-    lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES,
-    packed: bool = True,
-    pixels: torch.Tensor | None = None,
+    seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: bool = True, pixels: torch.Tensor | None = None
 ) -> TensorDict:
     """The ``seed``'s sequences in verl's jagged form, in two micro-batches.
 

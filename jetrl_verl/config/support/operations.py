@@ -36,10 +36,7 @@ SHARED_ROWS: dict[str, Row] = {
     "attention_backend": Row(
         "attention backends other than FlashAttention 3",
         "both sides call FlashAttention 3 without splits",
-        {
-            f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn"),
-            f"{VLLM}.attention_config": NOT_EMPTY,
-        },
+        {f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn"), f"{VLLM}.attention_config": NOT_EMPTY},
         scope=SHARED,
     ),
     "context_parallel": Row(

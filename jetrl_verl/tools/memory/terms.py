@@ -198,10 +198,7 @@ _OPTIONAL_COUNTS = (
 """null, or -1, stands for verl's own choice."""
 _COUNTS_OF_ITS_OWN = (f"{ROLLOUT}.n_gpus_per_node", f"{ROLLOUT}.nnodes")
 
-_SIZES = (
-    f"{ROLLOUT}.gpu_memory_utilization",
-    f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
-)
+_SIZES = (f"{ROLLOUT}.gpu_memory_utilization", f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes")
 
 
 def check_numbers(get: Get) -> None:

@@ -7,22 +7,9 @@ import torch
 
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools.demo.overrides import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
-from jetrl_verl.tools.demo.policy import (
-    CHARACTERS,
-    POLICIES,
-    PolicyConfig,
-    build_model,
-    build_tokenizer,
-)
+from jetrl_verl.tools.demo.policy import CHARACTERS, POLICIES, PolicyConfig, build_model, build_tokenizer
 from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits
-from jetrl_verl.tools.demo.warmup import (
-    IGNORED_LABEL,
-    WarmupConfig,
-    encode,
-    prompt_ids,
-    solution_probability,
-    warm_up,
-)
+from jetrl_verl.tools.demo.warmup import IGNORED_LABEL, WarmupConfig, encode, prompt_ids, solution_probability, warm_up
 
 TINY = PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128)
 

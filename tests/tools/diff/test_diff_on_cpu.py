@@ -265,9 +265,7 @@ def test_the_sequence_of_a_stopped_run_is_repeated_and_its_token_named(exact, po
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"),
-    [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))],
-    ids=["llama", "qwen2"],
+    ("family", "changes"), [("llama", dict()), ("qwen2", dict(tie_word_embeddings=True))], ids=["llama", "qwen2"]
 )
 def test_other_decoders_have_the_same_operations(family, changes, exact, tmp_path):
     """Without QK norms; Qwen2 with biases and tied embeddings."""

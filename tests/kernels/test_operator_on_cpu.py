@@ -1,16 +1,18 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An operator is a torch operator to everybody who looks, and its function to nobody else."""
+"""An operator is a torch operator to everybody who looks, and its function to nobody else; operands that do not fit."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
+from contract_inputs import gaussian
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetrl_verl import kernels
+from jetrl_verl import kernels, reference
+from jetrl_verl.kernels.gemm_int8 import cutlass_supports_gemm_int8
 from jetrl_verl.kernels.rms_norm import _rms_norm
 from jetrl_verl.reference import QuantizedTensor
 
@@ -163,3 +165,69 @@ def test_arguments_may_be_left_out_where_the_schema_has_them():
         watched = kernels.gemm_nt_of_ranks(a, b, 2)
     with torch.no_grad():
         assert torch.equal(kernels.gemm_nt_of_ranks(a, b, 2, None), watched)
+
+
+def test_route_and_permute_equals_its_separate_operations():
+    logits, x = torch.randn(40, 8), kernels.quantize_1x128(torch.randn(40, 256).bfloat16(), "fp32")
+    weights, where, rows = kernels.route_and_permute(logits, x, 2, True)
+    chosen, expected = kernels.route(logits, 2, True)
+    assert torch.equal(weights, expected)
+    assert all(map(torch.equal, where, kernels.segments(chosen, 8, 1)))
+    gathered = kernels.gather_quantized(x, where.pair, 2)
+    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
+    assert torch.equal(rows.scales, gathered.scales)
+
+
+def test_mismatched_operands_raise():
+    x, where = torch.zeros(4, 200, dtype=torch.bfloat16), reference.segments(torch.zeros(4, 1, dtype=torch.int32), 2, 1)
+    with pytest.raises(ValueError, match="not whole groups of 128"):
+        kernels.gather_quantize_1x128_and_128x1(x, where.pair, 1, "fp32")
+    quantized = reference.quantize_1x128(torch.zeros(4, 256), "fp32")
+    with pytest.raises(ValueError, match="4 rows are not whole groups of 128; align segments to 128"):
+        kernels.gather_relayout_128x1(quantized, where.pair, 1, "fp32")
+    with pytest.raises(TypeError, match="x is torch.float32"):
+        kernels.gather_quantize_1x128_and_128x1(torch.zeros(4, 256), where.pair, 1, "fp32")
+    with pytest.raises(ValueError, match="k=3"):
+        kernels.route_and_permute(torch.zeros(4, 2), quantized, 3, True)
+    a, b = (
+        reference.quantize_1x128(torch.zeros(4, 384), "fp32"),
+        reference.quantize_128x128(torch.zeros(256, 384), "fp32"),
+    )
+    b = reference.QuantizedTensor(b.qdata.view(2, 128, 384), b.scales.view(2, 1, 3))
+    with pytest.raises(ValueError, match="K = 384 does not divide into 2 slices of multiples of 128"):
+        kernels.grouped_gemm_nt_of_ranks(a, b, where.start, 2)
+    with pytest.raises(TypeError, match=r"combine_of_ranks: y is torch.float32"):
+        kernels.combine_of_ranks(torch.zeros(2, 4, 128), where.row)
+    with pytest.raises(ValueError, match="got .5, 2. torch.float32, .4, 256. and k=1"):
+        kernels.route_and_permute(torch.zeros(5, 2), quantized, 1, True)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_fprop_is_quantize_then_gemm(with_bias):
+    x, w = gaussian(6, 300), kernels.quantize_int8(gaussian(130, 300))
+    bias = gaussian(1, 130)[0] if with_bias else None
+    want = reference.gemm_int8(reference.quantize_int8(x), w, bias=bias)
+    assert torch.equal(kernels.fprop_int8(x, w.qdata, w.scales, bias), want)
+    folded = kernels.fprop_int8(x.reshape(2, 3, 300), w.qdata, w.scales, bias)
+    assert torch.equal(folded, want.reshape(2, 3, 130))
+    assert kernels.fprop_int8(x[:0], w.qdata, w.scales, bias).shape == (0, 130)
+
+
+def test_fprop_raises_for_wrong_inputs():
+    w = kernels.quantize_int8(gaussian(130, 256))
+    with pytest.raises(ValueError, match="quantized from BF16 values"):
+        kernels.fprop_int8(torch.zeros(2, 256), w.qdata, w.scales, None)
+    with pytest.raises(ValueError, match="does not fit the weight"):
+        kernels.fprop_int8(gaussian(2, 128), w.qdata, w.scales, None)
+    with pytest.raises(ValueError, match="weight qdata is torch.float32, expected torch.int8"):
+        kernels.fprop_int8(gaussian(2, 256), w.qdata.float(), w.scales, None)
+
+
+def test_what_cutlass_supports(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    a, b = kernels.quantize_int8(gaussian(3, 256)), kernels.quantize_int8(gaussian(64, 256))
+    assert cutlass_supports_gemm_int8(a, b)
+    assert cutlass_supports_gemm_int8(a, b, bias=gaussian(1, 64)[0])
+    assert not cutlass_supports_gemm_int8(a, b, bias=torch.zeros(64)), "its bias has the type of the result"
+    assert not cutlass_supports_gemm_int8(a, b, out_dtype=torch.float32)
+    assert not cutlass_supports_gemm_int8(a, kernels.quantize_int8(gaussian(65, 256)))

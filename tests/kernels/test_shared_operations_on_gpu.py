@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The shared operations on a GPU: right, and the same in every bit for any batch, chunking and entry point."""
 
+import operator_calls
 import pytest
 import reference_operations as reference
 import torch
@@ -293,3 +294,17 @@ def test_gradients_of_the_others(name):
 def test_the_probe_is_repeatable():
     device = torch.device("cuda")
     assert stated_operations(device, "shared") == stated_operations(device, "shared")
+
+
+@pytest.fixture(scope="module")
+def calls():
+    return operator_calls.calls("cuda")
+
+
+NAMES = sorted(name for name, operation in kernels.OPERATIONS.items() if set(operation.backends) != {"cpu"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_implementations_match_the_real_ones(calls, name):
+    run = getattr(torch.ops.jetrl, name).default
+    torch.library.opcheck(run, calls[name], test_utils=("test_faketensor",))

@@ -5,7 +5,7 @@ Equality with vLLM is tested in tests/rollout/test_exact_rollout_on_cpu.py."""
 
 import pytest
 import torch
-from tiny_models import ALL, WITH_TOWER, tiny_config, tiny_model, with_image
+from tiny_models import ALL, WITH_TOWER, tiny_config, tiny_model, with_image, with_preferences
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
@@ -215,15 +215,6 @@ def test_positions_of_text_in_mrope_are_its_positions():
             model(**inputs, pixel_values=None, token_numbers=True)
 
 
-def test_padding_is_never_read():
-    model, inputs = shared("qwen3"), padded(tokens())
-    real = inputs["attention_mask"].bool()
-    with torch.no_grad():
-        expected = model(**inputs).logits[real]
-        inputs["input_ids"][~real] = 63
-        assert torch.equal(model(**inputs).logits[real], expected)
-
-
 def test_no_mask_is_built():
     config, positions = shared("qwen3").config, packed(tokens())["position_ids"]
     arguments = dict(
@@ -393,3 +384,49 @@ def test_the_engines_log_probabilities_are_the_shared_functions(cpu_platform, re
             assert torch.equal(outputs["log_probs"].unbind()[i][:-1], expected[:, 0])
             entropy = torch.distributions.Categorical(logits=logits / temperature).entropy()
             assert torch.allclose(outputs["entropy"].unbind()[i], entropy, atol=1e-5)
+
+
+IDS = torch.randint(0, 64, (2, 40), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def routed():
+    """A two-layer mixture in the flow, with shared operations, in BF16 as FSDP shows it to a forward."""
+    model = with_preferences(tiny_model("qwen3_moe", 4)).to(torch.bfloat16)
+    replace_linears(model, plan_linears(model.config), scale_rule="fp32")
+    share_operations(model)
+    return model
+
+
+def balance(logits: list[torch.Tensor], experts: int, k: int) -> torch.Tensor:
+    """Switch's loss (arXiv 2101.03961, equations 4 to 6) over all layers' tokens: E times the sum over experts of
+    the share of pairs times the mean probability, in FP64."""
+    probabilities = torch.cat([rows.double() for rows in logits]).softmax(dim=-1)
+    chosen = torch.cat([rows.detach() for rows in logits]).topk(k, dim=-1).indices
+    shares = torch.nn.functional.one_hot(chosen, experts).double().mean(dim=0)
+    return experts * (shares * probabilities.mean(dim=0)).sum()
+
+
+def test_the_load_balancing_loss_is_that_of_the_routers_logits(routed):
+    outputs = routed(input_ids=IDS, output_router_logits=True)
+    assert [tuple(logits.shape) for logits in outputs.router_logits] == [(80, 8)] * 2
+    assert all(logits.dtype == torch.float32 for logits in outputs.router_logits)
+    expected = balance(list(outputs.router_logits), 8, 2)
+    assert abs(outputs.aux_loss.double() - expected) < 1e-6 * expected
+
+
+def test_the_load_balancing_gradient_is_that_of_fp64(routed):
+    """Of the last layer's router, where it depends on the loss and the router's input alone."""
+    outputs = routed(input_ids=IDS, output_router_logits=True)
+    outputs.aux_loss.backward()
+    router = routed.model.layers[-1].mlp.gate.weight
+    seen = []
+    routed.model.layers[-1].mlp.gate.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        routed(input_ids=IDS)
+    weight = router.detach().double().requires_grad_()
+    logits = [logits.detach() for logits in outputs.router_logits[:-1]] + [seen[0].double() @ weight.t()]
+    balance(logits, 8, 2).backward()
+    assert weight.grad.norm() > 0
+    # The gradient is a BF16 tensor.
+    assert (router.grad.double() - weight.grad).norm() < 2**-7 * weight.grad.norm()

@@ -1,15 +1,26 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policy, tokenizer and warm-up in transformers and in verl's agent loop."""
+"""The demo's policy, tokenizer and warm-up in transformers and verl's agent loop; its overrides; its baseline."""
+
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
+import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
+from hydra import compose, initialize_config_module
 
+from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.tools.demo.overrides import MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS
-from jetrl_verl.tools.demo.policy import CHARACTERS, POLICIES, PolicyConfig, build_model, build_tokenizer
-from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits
+from jetrl_verl.tools.demo import baseline
+from jetrl_verl.tools.demo.cache import Prepared
+from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, build_overrides
+from jetrl_verl.tools.demo.policy import CHARACTERS, POLICIES, PolicyConfig, build_model, build_tokenizer, save_policy
+from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits, write_parquet
 from jetrl_verl.tools.demo.warmup import IGNORED_LABEL, WarmupConfig, encode, prompt_ids, solution_probability, warm_up
+from jetrl_verl.tools.diff.run import engine_environment
+from jetrl_verl.tools.launch import RunPaths
 
 TINY = PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128)
 
@@ -86,3 +97,44 @@ def test_warm_up_stops_at_its_target_and_repeats_by_seed(tokenizer):
     )
     assert first["warmup_accuracy"] >= config.target and first["warmup_steps"] < config.max_steps
     assert all(first[name] == second[name] for name in ("warmup_steps", "warmup_accuracy"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_overrides_compose_with_verl(precision, device, tmp_path):
+    folder = tmp_path / "it's a=b, [c]"  # characters that mean something in Hydra's grammar
+    prepared = Prepared(folder, {})
+    overrides = build_overrides(precision, prepared, RunPaths(folder), device, steps=4)
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=overrides)
+    assert config.data.val_files == str(prepared.test)
+    assert config.actor_rollout_ref.model.path == str(prepared.policy)
+    assert config.trainer.total_training_steps == 4
+    assert config.actor_rollout_ref.rollout.val_kwargs.temperature == 1.0
+    assert config.get("jetrl", {"precision": "bf16"})["precision"] == precision
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    assert rollout.n == GROUP_SIZE
+    # Two optimizer steps a batch, each in one micro batch.
+    assert config.data.train_batch_size == 2 * actor.ppo_mini_batch_size
+    assert actor.ppo_micro_batch_size_per_gpu == actor.ppo_mini_batch_size * rollout.n
+
+
+@pytest.mark.timeout(600)
+def test_the_engine_measures_one_policy_after_another(tmp_path):
+    tokenizer = build_tokenizer()
+    for seed in (1, 2):
+        model = build_model(PolicyConfig(layers=1, seed=seed), tokenizer)
+        # Far from uniform: with wrong weights the mismatch is large.
+        torch.nn.init.normal_(model.lm_head.weight, std=0.2)
+        save_policy(model, tokenizer, tmp_path / str(seed))
+    write_parquet(make_splits(TaskConfig(warmup=1, train=1, test=8))["test"], "test", tmp_path / "test.parquet")
+    policies = [(1, str(tmp_path / "1")), (5, str(tmp_path / "2")), (9, str(tmp_path / "1"))]
+    out = tmp_path / "metrics.jsonl"
+    request = baseline.BaselineRequest(policies, str(tmp_path / "test.parquet"), 8, 24, str(out))
+    request.write(tmp_path / "request.json")
+    command = [sys.executable, "-m", baseline.__name__, str(tmp_path / "request.json")]
+    subprocess.run(command, check=True, env=engine_environment(cuda=False))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 5, 9]
+    k3_kls = [record["data"][baseline.METRIC] for record in records]
+    assert all(0 < k3_kl < 0.05 for k3_kl in k3_kls), k3_kls

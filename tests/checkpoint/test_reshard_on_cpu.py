@@ -175,15 +175,6 @@ def test_files_equal_those_that_the_new_number_of_ranks_writes(before, after, re
         check_checkpoint(step / "actor", rank, after)
 
 
-def test_resharding_back_gives_the_same_checkpoint(step, tmp_path):
-    reshard(step, 5, tmp_path / "five")
-    reshard(tmp_path / "five", 2, tmp_path / "two")
-    for content in CONTENTS:
-        for rank in range(2):
-            back, old = (load(run / "actor", content, 2, rank) for run in (tmp_path / "two" / "global_step_3", step))
-            same(back, old)
-
-
 def test_in_place_resharding_rewrites_all_roles_and_keeps_old_files(step):
     save(step, 4, role="critic")
     before = digests(step)

@@ -13,6 +13,7 @@ import pyarrow.parquet
 import pytest
 from omegaconf import OmegaConf
 from safetensors.numpy import save_file
+from support_models import MODEL_CONFIG
 
 from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, check_environment
 from jetrl_verl.config.composition import reader
@@ -27,25 +28,13 @@ EXACT = JetConfig(precision="jet_fp8_exact", train="fp8", rollout="fp8", operati
 SKIP = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8", unfit_layers="skip")
 BUCKET_KEY = "checkpoint_engine.update_weights_bucket_megabytes"
 
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "num_hidden_layers": 2,
-    "vocab_size": 128,
-}
-
 
 @pytest.fixture
 def model_folder(tmp_path):
     """Callable that writes a model folder with some keys of its config changed (``None`` removes one)."""
 
     def write(**changes):
-        config = {**MODEL, **changes}
+        config = {**MODEL_CONFIG, "architectures": ["Qwen3ForCausalLM"], **changes}
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
         save_file({"weight": np.zeros((4, 4), np.float32)}, tmp_path / "model.safetensors")
         return tmp_path
@@ -119,10 +108,6 @@ def test_an_optimizer_whose_package_is_not_installed_is_named():
         "critic.optim.optimizer_impl=no_such_package.optim is not supported with precision=jet_fp8: no_such_package is "
         "not installed. Install no_such_package."
     )
-
-
-def test_a_good_model_folder_passes(model_folder):
-    check(model_folder(), OPTIONS, 1)
 
 
 def test_missing_fields_have_their_default(model_folder):
@@ -367,9 +352,10 @@ def test_a_pattern_that_matches_no_data_file_is_refused(parquet, tmp_path):
     assert f"{deeper} (data.train_files) is not a readable parquet file" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n"])
+@pytest.mark.parametrize("content", [b"", b"PAR1", b"PAR1 half a file", b"col\n1\n", "with 36 zeros before its footer"])
 def test_a_damaged_parquet_file_is_refused(parquet, content):
-    parquet.write_bytes(content)
+    whole = parquet.read_bytes()
+    parquet.write_bytes(whole[:4] + bytes(36) + whole[40:] if isinstance(content, str) else content)
     assert "is not a readable parquet file" in refusal(media_of, "data.train_files", str(parquet))
 
 
@@ -400,13 +386,6 @@ def test_check_environment_reads_the_composed_config(compose, model_folder, parq
 
     data = compose("precision=jet_fp8", *overrides, "data.val_files=/no/test.parquet")
     assert "/no/test.parquet (data.val_files) does not exist" in refusal(check_job, data)
-
-
-def test_data_beyond_the_footer_is_read(parquet):
-    content = bytearray(parquet.read_bytes())
-    content[4:40] = bytes(36)
-    parquet.write_bytes(content)
-    assert "is not a readable parquet file" in refusal(media_of, "data.train_files", str(parquet))
 
 
 PATH, ONE_GPU = "actor_rollout_ref.model.path", "actor_rollout_ref.rollout.tensor_model_parallel_size=1"

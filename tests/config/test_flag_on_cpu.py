@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flag on stock verl: what each precision changes in the composed config, and what it keeps."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import verl.trainer.config
 import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
@@ -32,7 +32,10 @@ CORRECTIONS = {
 
 ONE_GPU = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
 """verl's default is 2, which jet_fp8_exact refuses."""
-EXAMPLES = yaml.safe_load((Path(__file__).parent / "example_overrides.yaml").read_text())
+EXAMPLES = {
+    example: re.split(r"\s(?=[+\w.]+=)", words)
+    for example, words in yaml.safe_load((Path(__file__).parent / "example_overrides.yaml").read_text()).items()
+}
 VERL_CONFIG = Path(verl.trainer.config.__file__).parent
 
 
@@ -68,14 +71,6 @@ def test_bf16_supports_every_engine_of_verl(compose, stock, model_engine):
     assert compose(*overrides, "precision=bf16") == stock(*overrides)
 
 
-def test_the_plugin_replaces_hydras_config_loader(compose):
-    """If Hydra moves this name, the flag silently disappears."""
-    import hydra._internal.hydra
-
-    assert issubclass(hydra._internal.hydra.ConfigLoaderImpl, ConfigLoaderImpl)
-    assert hydra._internal.hydra.ConfigLoaderImpl is not ConfigLoaderImpl
-
-
 @pytest.mark.parametrize("precision", OUR_PRECISIONS)
 def test_a_precision_changes_only_its_own_keys(compose, stock, precision):
     expected = OmegaConf.to_container(stock(ONE_GPU))
@@ -102,25 +97,6 @@ def test_options_of_each_precision(compose, precision, train, rollout, operation
         job.rollout_ranks == 1 and job.versions.keys() == PINS.keys() and bool(job.inexact) == (precision == "jet_fp8")
     )
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
-
-
-@pytest.mark.parametrize(
-    ("precisions", "option", "overrides"),
-    [
-        (("fp8_rollout", "jet_fp8"), "train", ["jetrl.operations=stock"]),
-        (("jet_fp8", "jet_fp8_exact"), "operations", [ONE_GPU]),
-        (("fp8_rollout", "int8_rollout"), "rollout", []),
-        (("fp8_rollout_tis", "int8_rollout_tis"), "rollout", []),
-        (("qurl_fp8", "qurl_int8"), "rollout", []),
-    ],
-)
-def test_two_precisions_differ_in_one_option(compose, precisions, option, overrides):
-    first, second = (OmegaConf.to_container(compose(f"precision={name}", *overrides)) for name in precisions)
-    assert first["jetrl"].pop(option) != second["jetrl"].pop(option)
-    for node in (first["jetrl"], second["jetrl"]):
-        node["job"].pop("inexact")
-    assert (first["jetrl"].pop("precision"), second["jetrl"].pop("precision")) == precisions
-    assert first == second
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -169,11 +145,6 @@ def test_the_command_line_wins_over_the_group(compose):
     assert config.actor_rollout_ref.rollout.custom.jetrl.contract_check is False
     assert config.algorithm.rollout_correction.rollout_is == "sequence"
     assert config.algorithm.rollout_correction.rollout_is_threshold == 5
-
-
-def test_the_position_of_the_flag_is_free(compose):
-    overrides = ["actor_rollout_ref.rollout.name=vllm", "algorithm.adv_estimator=grpo"]
-    assert compose("precision=jet_fp8", *overrides) == compose(*overrides, "precision=jet_fp8")
 
 
 def test_keys_that_the_user_adds_are_kept(compose):

@@ -472,10 +472,6 @@ WORDS = {None, "precision", "key", "value", "what", "scope", "why", "remedy"}
 """Arguments of ``refusal``; None stands for ``**words``."""
 
 
-def test_few_rows_are_left_to_a_worker():
-    assert len(WORKER_ROWS) <= 6
-
-
 def test_code_refuses_by_existing_rows_and_uses_each():
     used, parts = set(), [rows for name, rows in vars(table).items() if name.endswith("_ROWS")]
     assert len(TABLE) + len(COMPOSITION_ROWS) == sum(map(len, parts))

@@ -201,19 +201,6 @@ def experts_module(ranks: int = 1, **shape) -> JetExperts:
     return JetExperts.replace(module, FLOW, Experts(), scale_rule="fp32", ranks=ranks)
 
 
-def test_a_token_does_not_depend_on_the_batch():
-    layer, x, logits = experts_module(**QWEN3_30B), normal(2000, 2048, seed=9), logits_of(2000, 128)
-    chosen, weights = kernels.route(logits, 8, True)
-    trained = layer(x, chosen, weights)
-    with torch.no_grad():
-        whole = layer(x, chosen, weights)
-        for rows in (1, 2, 63, 64, 65, 500):
-            assert torch.equal(layer(x[:rows], chosen[:rows], weights[:rows]), whole[:rows]), rows
-        order = torch.randperm(2000, device=DEVICE)
-        assert torch.equal(layer(x[order], chosen[order], weights[order]), whole[order])
-    assert torch.equal(trained, whole)
-
-
 def test_gradients_against_float64():
     shape = dict(experts=16, k=4, hidden=512, inner=256)
     layer, x, logits = experts_module(**shape), normal(700, 512, seed=10), logits_of(700, 16)
@@ -320,10 +307,15 @@ def test_the_rollouts_moe_block_matches_the_trainer_at_any_batch():
         y, *_ = FLOW.experts(permuted, weights, where, gate_up, down, "fp32", static_weight=True)
         return kernels.combine(y, where.row)
 
-    trained = layer(x, *kernels.route(kernels.logits(x, gate), 8, True))
+    def training(rows: torch.Tensor) -> torch.Tensor:
+        return layer(rows, *kernels.route(kernels.logits(rows, gate), 8, True))
+
+    trained, order = training(x), torch.randperm(2000, device=DEVICE)
     with torch.no_grad():
-        for tokens in (1, 3, 4, 8, 9, 16, 64, 512, 513, 2000):
-            assert torch.equal(rollout(x[:tokens]), trained[:tokens]), tokens
+        assert torch.equal(training(x[order]), trained[order])
+        for tokens in (1, 2, 3, 4, 8, 9, 16, 63, 64, 65, 500, 512, 513, 2000):
+            for side in (rollout, training):
+                assert torch.equal(side(x[:tokens]), trained[:tokens]), tokens
         for tokens in (1, 16, 64):
             kept = x[:tokens].clone()
             rollout(kept)

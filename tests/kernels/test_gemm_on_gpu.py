@@ -138,15 +138,6 @@ def test_nan_qdata_poison_only_their_row():
     assert y[clean].isfinite().all()
 
 
-def test_wgrad_from_the_layouts_of_the_backward():
-    """dW = dY^T X for a ragged token count, operands as the quantizers write them."""
-    x, dy = gaussian(1003, 640).cuda(), heavy_tailed(1003, 384).cuda()
-    relaid = kernels.relayout_128x1(kernels.quantize_1x128(x, "fp32"), "fp32")
-    _, dy_t = kernels.quantize_1x128_and_128x1(dy, "fp32")
-    want = reference.wgrad_float64(dy_t, relaid)
-    assert relative_error(kernels.wgrad(dy_t, relaid, out_dtype=torch.float32), want) < 5e-4
-
-
 def test_a_cuda_graph_replays_fprop_on_new_inputs_and_new_weights():
     """As vLLM does: capture once, decode with other activations and, after a weight sync, with other qdata in place."""
     weight = kernels.quantize_128x128(gaussian(640, 1024).cuda(), "fp32")

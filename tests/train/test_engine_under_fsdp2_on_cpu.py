@@ -192,6 +192,13 @@ def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, check
         torch.equal(tensor.view(torch.uint8), after_resume[name].view(torch.uint8)) for name, tensor in after.items()
     ), "the optimizer's state was not restored"
 
+    file = Path(checkpoint) / f"optim_world_size_2_rank_{rank}.pt"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(DamagedCheckpointError, match=f"optim_world_size_2_rank_{rank}.pt is damaged"):
+        engine.load_checkpoint(checkpoint, del_local_after_load=False)
+    unchanged = sent(engine)
+    assert all(torch.equal(t.view(torch.uint8), unchanged[name].view(torch.uint8)) for name, t in after.items())
+
 
 def roles_and_precisions(rank: int, folder: str) -> None:
     def kinds(engine) -> set[type]:
@@ -279,19 +286,6 @@ def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> No
     assert not Path(checkpoint).exists()
 
 
-def a_truncated_checkpoint_is_refused(rank: int, folder: str, checkpoint: str) -> None:
-    engine = build(folder)
-    actor = Path(checkpoint) / "global_step_1" / "actor"
-    engine.save_checkpoint(str(actor), global_step=1)
-    file = actor / f"optim_world_size_2_rank_{rank}.pt"
-    file.write_bytes(file.read_bytes()[:-1000])
-    before = sent(engine)
-    with pytest.raises(DamagedCheckpointError, match=f"optim_world_size_2_rank_{rank}.pt is damaged"):
-        engine.load_checkpoint(str(actor), del_local_after_load=False)
-    after = sent(engine)
-    assert all(torch.equal(t.view(torch.uint8), after[name].view(torch.uint8)) for name, t in before.items())
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[str, str]:
     """Two models of one shape with different weights."""
@@ -330,8 +324,10 @@ def test_the_contract_check_compares_the_trainers_ranks():
     run_in_two_processes(one_rank_with_another_weight)
 
 
-def test_a_checkpoint_restores_weights_optimizer_and_qdata(folders, tmp_path: Path, cpu_platform):
-    run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "checkpoint"))
+def test_a_checkpoint_restores_what_is_sent_and_is_refused_once_damaged(
+    folders, tmp_path: Path, cpu_platform
+):
+    run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "global_step_1" / "actor"))
 
 
 def test_each_role_has_the_linears_of_its_option(folders, cpu_platform):
@@ -344,7 +340,3 @@ def test_vocabulary_entries_without_a_token_are_masked(padded_folder, cpu_platfo
 
 def test_quantization_is_measured_once_a_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
     run_in_two_processes(measured_once_after_each_sync, folders[0], str(tmp_path / "checkpoint"))
-
-
-def test_a_truncated_checkpoint_is_refused_on_each_rank(folders, tmp_path: Path, cpu_platform):
-    run_in_two_processes(a_truncated_checkpoint_is_refused, folders[0], str(tmp_path))

@@ -41,26 +41,12 @@ def test_only_the_last_line_decides(response, score, formatted):
     assert compute_score(task.DATA_SOURCE, response, "12") == {"score": score, "acc": score, "formatted": formatted}
 
 
-def test_verl_loads_the_reward_by_path():
-    from verl.utils.import_utils import load_extern_object
-
-    score = load_extern_object(task.__file__, "compute_score")
-    assert score(data_source=task.DATA_SOURCE, solution_str="#### 5", ground_truth="5", extra_info={})["acc"] == 1.0
-
-
 def test_splits_share_no_problem_in_either_order():
     splits = make_splits(SMALL)
     keys = [(min(p.a, p.b), max(p.a, p.b)) for problems in splits.values() for p in problems]
     assert len(keys) == len(set(keys)) == 700
     assert {name: len(problems) for name, problems in splits.items()} == {"warmup": 400, "train": 200, "test": 100}
     assert all(100 <= number <= 999 for pair in keys for number in pair)
-
-
-def test_splits_follow_the_seed():
-    assert make_splits(SMALL) == make_splits(SMALL)
-    assert (
-        make_splits(SMALL)["test"] != make_splits(TaskConfig(digits=3, warmup=400, train=200, test=100, seed=8))["test"]
-    )
 
 
 def test_more_training_data_does_not_change_the_held_out_split():

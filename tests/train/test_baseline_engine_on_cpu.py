@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from test_engine_under_fsdp2_on_cpu import batch, sent, train
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
-from two_processes import run_in_two_processes
+from two_processes import in_two_processes
 
 from jetrl_verl.algorithms.invariant_scaling import fold_missing, folded_in, unfolded
 from jetrl_verl.checkpoint.export import ExportOptions, export
@@ -28,12 +28,15 @@ from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.reference import quantize_int8
 from jetrl_verl.train.shared_operations import ATTENTION
 
+pytestmark = pytest.mark.usefixtures("cpu_platform")
+
 
 def masters(engine) -> dict[str, torch.Tensor]:
     return {name: tensor.full_tensor() for name, tensor in engine.module.state_dict().items()}
 
 
-def int8_weights_are_quantized_again_at_every_sync(rank: int, folder: str) -> None:
+@in_two_processes
+def test_int8_weights_are_quantized_again_at_every_sync(rank, folder):
     engine = build(folder, precision="int8_rollout", train="bf16", rollout="int8")
     for step in range(2):
         stream, weights = sent(engine), masters(engine)
@@ -45,7 +48,8 @@ def int8_weights_are_quantized_again_at_every_sync(rank: int, folder: str) -> No
         train(engine, rank)
 
 
-def bf16_shared_sends_bf16_and_measures_no_quantization(rank: int, folder: str) -> None:
+@in_two_processes
+def test_bf16_shared_sends_bf16_and_measures_no_quantization(rank, folder):
     from verl.workers.utils.losses import sft_loss
 
     options = dict(precision="bf16_shared", train="bf16", rollout="bf16", operations="shared")
@@ -74,7 +78,8 @@ def bf16_shared_sends_bf16_and_measures_no_quantization(rank: int, folder: str) 
     assert kinds == {JetLinear}, "a reference policy's linear layers have an option of their own"
 
 
-def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -> None:
+@in_two_processes
+def test_int8_scales_of_the_first_sync_are_kept_and_checkpointed(rank, folder, tmp_path):
     options = dict(precision="int8_rollout", train="bf16", rollout="int8", int8_scales="first")
     engine = build(folder, **options)
     first = sent(engine)
@@ -93,7 +98,7 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     assert moved > 0, "qdata change, and new scales would"
 
     # Each rank has its own disk.
-    checkpoint = Path(disks) / str(rank) / "global_step_2" / "actor"
+    checkpoint = tmp_path / str(rank) / "global_step_2" / "actor"
     checkpoint.mkdir(parents=True)
     (of_other_ranks := checkpoint / "model_world_size_7_rank_0.pt").touch()
     engine.save_checkpoint(str(checkpoint), global_step=2)
@@ -116,7 +121,8 @@ def int8_scales_of_the_first_sync_are_kept(rank: int, folder: str, disks: str) -
     )
 
 
-def a_later_stage_has_the_factor_once(rank: int, folder: str, scaled_folder: str) -> None:
+@in_two_processes
+def test_a_later_stage_has_the_factor_once(rank, folder, scaled_folder):
     options = dict(precision="qurl_fp8", train="bf16")
     expected = masters(build(folder, invariant_scaling=1.5, **options))
     engine = build(scaled_folder, invariant_scaling=1.5, **options)
@@ -130,7 +136,8 @@ def a_later_stage_has_the_factor_once(rank: int, folder: str, scaled_folder: str
             torch.testing.assert_close(tensor, unscaled[name], rtol=3e-7, atol=0)
 
 
-def scaling_changes_the_actor_alone_and_not_its_policy(rank: int, folder: str) -> None:
+@in_two_processes
+def test_scaling_changes_the_actor_alone_and_not_its_policy(rank, folder):
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     plain, scaled = build(folder, precision="fp8_rollout", train="bf16"), build(folder, **options)
     before, after = masters(plain), masters(scaled)
@@ -151,8 +158,11 @@ def scaling_changes_the_actor_alone_and_not_its_policy(rank: int, folder: str) -
     assert (log_probs(scaled) - log_probs(plain)).abs().max() < 0.05, "more than BF16 rounding"
 
 
-def a_scaled_checkpoint_records_its_factor(rank: int, folder: str, root: str) -> None:
+@pytest.mark.parametrize("start", ["folder", "scaled_folder"])
+@in_two_processes
+def test_a_scaled_checkpoint_records_its_factor(rank, start, folder, scaled_folder, tmp_path):
     """Exported BF16 weights are the masters without the factor; another factor is refused."""
+    folder, root = {"folder": folder, "scaled_folder": scaled_folder}[start], str(tmp_path)
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     engine = build(folder, **options)
     train(engine, rank)
@@ -190,28 +200,3 @@ def scaled_folder(folder, tmp_path_factory) -> str:
     fold_missing(model, 1.5)
     model.save_pretrained(path)
     return str(path)
-
-
-def test_bf16_shared_sends_bf16_and_measures_no_quantization(folder, cpu_platform):
-    run_in_two_processes(bf16_shared_sends_bf16_and_measures_no_quantization, folder)
-
-
-def test_int8_weights_are_quantized_again_at_every_sync(folder, cpu_platform):
-    run_in_two_processes(int8_weights_are_quantized_again_at_every_sync, folder)
-
-
-def test_int8_scales_of_the_first_sync_are_kept_and_checkpointed(folder, tmp_path, cpu_platform):
-    run_in_two_processes(int8_scales_of_the_first_sync_are_kept, folder, str(tmp_path))
-
-
-def test_scaling_changes_the_actor_alone_and_not_its_policy(folder, cpu_platform):
-    run_in_two_processes(scaling_changes_the_actor_alone_and_not_its_policy, folder)
-
-
-def test_a_later_stage_has_the_factor_once(folder, scaled_folder, cpu_platform):
-    run_in_two_processes(a_later_stage_has_the_factor_once, folder, scaled_folder)
-
-
-@pytest.mark.parametrize("start", ["folder", "scaled_folder"])
-def test_a_scaled_checkpoint_records_its_factor(start, request, tmp_path, cpu_platform):
-    run_in_two_processes(a_scaled_checkpoint_records_its_factor, request.getfixturevalue(start), str(tmp_path))

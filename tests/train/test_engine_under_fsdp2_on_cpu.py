@@ -13,7 +13,7 @@ from engines import SEQUENCES, TOKENS, batch, build, outputs, quantized, sent, t
 from safetensors.torch import load_file
 from tiny_models import tiny_model
 from torch import nn
-from two_processes import WORLD, run_in_two_processes
+from two_processes import WORLD, in_two_processes, run_in_two_processes
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError
 from jetrl_verl.models.plan import plan_linears
@@ -23,6 +23,8 @@ from jetrl_verl.reference import FP8_DTYPE
 from jetrl_verl.sync.finite import NonFiniteWeightError
 from jetrl_verl.sync.statement import ContractViolation, Statement
 from jetrl_verl.train.weight_stream import sync_parts
+
+pytestmark = pytest.mark.usefixtures("cpu_platform")
 
 
 def same_on_both_ranks(value: torch.Tensor) -> bool:
@@ -54,7 +56,8 @@ def gradient_norm_by_hand(folder: str) -> torch.Tensor:
     return torch.stack([gradient.norm() for gradient in total.values()]).norm()
 
 
-def steps_and_syncs(rank: int, folder: str) -> None:
+@in_two_processes
+def test_steps_and_syncs_agree_with_one_process_and_between_ranks(rank, folder):
     engine = build(folder)
     assert type(engine).__name__ == "JetFSDPEngine"
     linears = [module for module in engine.module.modules() if isinstance(module, JetLinear)]
@@ -119,7 +122,8 @@ def images_train_and_send_the_tower(rank: int, folder: str) -> None:
         assert all(same_on_both_ranks(second.sums[name]) for name in tower), strategy
 
 
-def restored_weights_are_those_of_the_next_pass(rank: int, folder: str) -> None:
+@in_two_processes
+def test_restored_weights_are_those_of_the_next_pass(rank, folder):
     """As verl's decoupled PPO saves and restores them. A pass without gradients may leave weights gathered."""
     from verl.utils import fsdp_utils
 
@@ -139,7 +143,8 @@ def restored_weights_are_those_of_the_next_pass(rank: int, folder: str) -> None:
             assert torch.equal(outputs(engine, rank), log_probs[version]), (strategy, sharding, version)
 
 
-def replicas_send_the_same_weights(rank: int, folder: str) -> None:
+@in_two_processes
+def test_replicas_send_the_same_weights(rank, folder):
     """Each rank has its own data. FSDP1 with one rank a replica is refused (config/support): torch then reduces no
     gradients, which the contract check detects on both ranks."""
     for strategy, fsdp_size in (("fsdp2", -1), ("fsdp2", 1), ("fsdp", -1)):
@@ -154,7 +159,8 @@ def replicas_send_the_same_weights(rank: int, folder: str) -> None:
         sent(diverged)
 
 
-def one_rank_with_another_weight(rank: int) -> None:
+@in_two_processes
+def test_the_contract_check_compares_the_trainers_ranks(rank):
     """The first tensor that differs is named on both ranks; equal ones pass."""
     generator = torch.Generator().manual_seed(0)
     weights = {f"layer.{number}": torch.randn(40, 24, generator=generator).bfloat16() for number in range(4)}
@@ -173,7 +179,9 @@ def one_rank_with_another_weight(rank: int) -> None:
         compared()
 
 
-def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, checkpoint: str) -> None:
+@in_two_processes
+def test_a_checkpoint_restores_what_is_sent_and_is_refused_once_damaged(rank, folder, other, tmp_path):
+    checkpoint = str(tmp_path / "global_step_1" / "actor")
     engine = build(folder)
     train(engine, rank)
     engine.save_checkpoint(checkpoint, global_step=1)
@@ -200,7 +208,8 @@ def a_checkpoint_restores_what_is_sent(rank: int, folder: str, other: str, check
     assert all(torch.equal(t.view(torch.uint8), unchanged[name].view(torch.uint8)) for name, t in after.items())
 
 
-def roles_and_precisions(rank: int, folder: str) -> None:
+@in_two_processes
+def test_each_role_has_the_linears_of_its_option(rank, folder):
     def kinds(engine) -> set[type]:
         return {type(m) for name, m in engine.module.named_modules() if name.endswith("_proj")}
 
@@ -220,7 +229,9 @@ def roles_and_precisions(rank: int, folder: str) -> None:
     assert kinds(build(folder, role="critic", critic="fp8")) == {JetLinear}
 
 
-def padding_of_the_vocabulary_has_no_probability(rank: int, folder: str, used: int) -> None:
+@in_two_processes
+def test_vocabulary_entries_without_a_token_are_masked(rank, padded_folder):
+    folder, used = padded_folder
     engine = build(folder, tokenizer=True)
     with engine.eval_mode():
         rows = engine.infer_batch(batch(rank))["model_output"]["log_probs"]
@@ -244,7 +255,9 @@ def padded_folder(tmp_path_factory) -> tuple[str, int]:
     return str(path), len(tokenizer)
 
 
-def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> None:
+@in_two_processes
+def test_quantization_is_measured_once_a_sync_and_a_nan_weight_is_named(rank, folder, tmp_path):
+    checkpoint = str(tmp_path / "checkpoint")
     from functools import partial
 
     from verl.workers.utils.losses import sft_loss
@@ -286,57 +299,28 @@ def measured_once_after_each_sync(rank: int, folder: str, checkpoint: str) -> No
     assert not Path(checkpoint).exists()
 
 
+def saved(folder: Path, seed: int) -> str:
+    tiny_model("qwen2", seed).save_pretrained(folder)
+    return str(folder)
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> tuple[str, str]:
-    """Two models of one shape with different weights."""
-    paths = []
-    for seed in (0, 1):
-        path = tmp_path_factory.mktemp(f"model{seed}")
-        tiny_model("qwen2", seed).save_pretrained(path)
-        paths.append(str(path))
-    return tuple(paths)
+def folder(tmp_path_factory) -> str:
+    return saved(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def test_steps_and_syncs_agree_with_one_process_and_between_ranks(folders, cpu_platform):
-    run_in_two_processes(steps_and_syncs, folders[0])
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> str:
+    """A model of the same shape with other weights."""
+    return saved(tmp_path_factory.mktemp("other"), seed=1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_5"])
-def test_fsdp1_takes_the_same_steps(family, tmp_path, cpu_platform):
+def test_fsdp1_takes_the_same_steps(family, tmp_path):
     tiny_model(family, tie_word_embeddings=family == "qwen3_5").save_pretrained(tmp_path)
     run_in_two_processes(fsdp1_takes_the_same_steps, str(tmp_path))
 
 
-def test_images_train_and_send_the_tower(tmp_path, cpu_platform):
+def test_images_train_and_send_the_tower(tmp_path):
     tiny_model("qwen3_vl").save_pretrained(tmp_path)
     run_in_two_processes(images_train_and_send_the_tower, str(tmp_path))
-
-
-def test_restored_weights_are_those_of_the_next_pass(folders, cpu_platform):
-    run_in_two_processes(restored_weights_are_those_of_the_next_pass, folders[0])
-
-
-def test_replicas_send_the_same_weights(folders, cpu_platform):
-    run_in_two_processes(replicas_send_the_same_weights, folders[0])
-
-
-def test_the_contract_check_compares_the_trainers_ranks():
-    run_in_two_processes(one_rank_with_another_weight)
-
-
-def test_a_checkpoint_restores_what_is_sent_and_is_refused_once_damaged(
-    folders, tmp_path: Path, cpu_platform
-):
-    run_in_two_processes(a_checkpoint_restores_what_is_sent, *folders, str(tmp_path / "global_step_1" / "actor"))
-
-
-def test_each_role_has_the_linears_of_its_option(folders, cpu_platform):
-    run_in_two_processes(roles_and_precisions, folders[0])
-
-
-def test_vocabulary_entries_without_a_token_are_masked(padded_folder, cpu_platform):
-    run_in_two_processes(padding_of_the_vocabulary_has_no_probability, *padded_folder)
-
-
-def test_quantization_is_measured_once_a_sync_and_a_nan_weight_is_named(folders, tmp_path: Path, cpu_platform):
-    run_in_two_processes(measured_once_after_each_sync, folders[0], str(tmp_path / "checkpoint"))

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
-from two_processes import WORLD, run_in_two_processes
+from two_processes import WORLD, in_two_processes
 
 from jetrl_verl.sync.stacks import Stack
 from jetrl_verl.sync.wire import SyncStatistics
 from jetrl_verl.train import flat_gather
 from jetrl_verl.train.flat_gather import FlatGather
 
+pytestmark = pytest.mark.usefixtures("cpu_platform")
 CPU = torch.device("cpu")
 
 
@@ -106,7 +107,9 @@ def check(module) -> None:
     assert all(torch.equal(tensor, whole[name].to(tensor.dtype)) for name, tensor in left.items())
 
 
-def on_two_ranks(rank: int) -> None:
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@in_two_processes
+def test_two_ranks_gather_the_state_dict(rank):
     for use_orig_params in (False, True):
         check(wrapped(init_device_mesh("cpu", (WORLD,)), use_orig_params))
     check(wrapped(init_device_mesh("cpu", (WORLD,)), False, ShardingStrategy.SHARD_GRAD_OP))
@@ -124,8 +127,3 @@ def on_two_ranks(rank: int) -> None:
     assert left.keys() == whole.keys() and statistics.stock_bytes == sum(tensor.nbytes for tensor in whole.values())
     assert all(torch.equal(tensor, whole[name].to(tensor.dtype)) for name, tensor in left.items())
     dist.barrier()
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_two_ranks_gather_the_state_dict(cpu_platform):
-    run_in_two_processes(on_two_ranks)

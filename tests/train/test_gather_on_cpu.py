@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from two_processes import WORLD, run_in_two_processes
+from two_processes import WORLD, in_two_processes
 
 from jetrl_verl.sync.stacks import Stack, names_of
 from jetrl_verl.sync.wire import SyncStatistics
@@ -82,15 +82,12 @@ def one_process_group(tmp_path):
     dist.destroy_process_group()
 
 
-def on_two_ranks(rank: int) -> None:
+@in_two_processes
+def test_two_ranks_gather_what_verl_gathers(rank):
     shards = check(init_device_mesh("cpu", (WORLD,)))
     replicas = check(init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("replicas", "shards")))
     assert all(torch.equal(tensor, replicas[name]) for name, tensor in shards.items())
     dist.barrier()
-
-
-def test_two_ranks_gather_what_verl_gathers():
-    run_in_two_processes(on_two_ranks)
 
 
 def test_one_rank_needs_no_gather(one_process_group, monkeypatch):

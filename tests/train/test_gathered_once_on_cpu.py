@@ -13,10 +13,11 @@ from engines import build, gathers_counted, quantized, sent
 from tiny_models import tiny_model, with_preferences
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from two_processes import run_in_two_processes
+from two_processes import in_two_processes
 
 from jetrl_verl.train.gathered import gathered_once
 
+pytestmark = pytest.mark.usefixtures("cpu_platform")
 LENGTHS = (24, 3, 17, 2)
 outputs, train = partial(engines.outputs, lengths=LENGTHS), partial(engines.train, lengths=LENGTHS)
 MICRO_BATCHES, STEPS = 2, 3  # of engines.py's batch; of the optimizer
@@ -45,7 +46,10 @@ def of_decoder_layers(engine, counts: dict[int, int]) -> list[int]:
     return [counts.pop(id(group)) for group in groups]
 
 
-def every_bit_is_that_of_gathering_for_each_pass(rank: int, folder: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("job", JOBS)
+@in_two_processes
+def test_weights_gathered_once_give_the_bits_of_those_gathered_each_pass(rank, job, folders):
+    folder, options = folders["qwen3_moe" if job == "mixture" else "qwen3"], JOBS[job]
     runs = {}
     for gathered in ("pass", "batch"):
         engine = build(folder, gathered=gathered, **options)
@@ -77,8 +81,10 @@ def every_bit_is_that_of_gathering_for_each_pass(rank: int, folder: str, options
     assert all(torch.equal(x.view(torch.uint8), other_weights[name].view(torch.uint8)) for name, x in weights.items())
 
 
-def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
+@in_two_processes
+def test_references_and_critics_gather_once_too(rank, folders):
     """Except a critic under FSDP1, verl's default strategy."""
+    folder = folders["qwen3"]
     for role, name, ways in (("ref", "log_probs", ("fsdp2",)), ("critic", "values", ("fsdp2", "fsdp"))):
         for strategy in ways:
             runs = []
@@ -94,8 +100,11 @@ def references_and_critics_gather_once_too(rank: int, folder: str) -> None:
             assert torch.equal(*runs), (role, strategy)
 
 
-def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_forward: bool) -> None:
+@pytest.mark.parametrize("after_forward", [True, False])
+@in_two_processes
+def test_a_batch_that_fails_leaves_nothing_gathered(rank, folders, after_forward):
     """In the second micro-batch, in the last layer's forward or backward."""
+    folder = folders["qwen3"]
     engine = build(folder, gathered="batch", sharding=dict(reshard_after_forward=after_forward))
     for what in ("register_forward_pre_hook", "register_full_backward_pre_hook"):
         calls = []
@@ -115,8 +124,10 @@ def a_batch_that_fails_leaves_nothing_gathered(rank: int, folder: str, after_for
         assert is_sharded(engine), what
 
 
-def flags_are_restored(rank: int, folder: str) -> None:
+@in_two_processes
+def test_after_a_batch_verls_own_setting_decides_again(rank, folders):
     """verl's ``fsdp_config.reshard_after_forward`` decides again after a batch."""
+    folder = folders["qwen3"]
     engine = build(folder)
     units = [module for module in engine.module.modules() if isinstance(module, FSDPModule)]
     assert len(units) > 2
@@ -140,22 +151,3 @@ def folders(tmp_path_factory) -> dict[str, str]:
     for name, path in paths.items():
         with_preferences(tiny_model(name)).save_pretrained(path)
     return {name: str(path) for name, path in paths.items()}
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_weights_gathered_once_give_the_bits_of_those_gathered_each_pass(job, folders, cpu_platform):
-    folder = folders["qwen3_moe" if job == "mixture" else "qwen3"]
-    run_in_two_processes(every_bit_is_that_of_gathering_for_each_pass, folder, JOBS[job])
-
-
-@pytest.mark.parametrize("after_forward", [True, False])
-def test_a_batch_that_fails_leaves_nothing_gathered(after_forward, folders, cpu_platform):
-    run_in_two_processes(a_batch_that_fails_leaves_nothing_gathered, folders["qwen3"], after_forward)
-
-
-def test_references_and_critics_gather_once_too(folders, cpu_platform):
-    run_in_two_processes(references_and_critics_gather_once_too, folders["qwen3"])
-
-
-def test_after_a_batch_verls_own_setting_decides_again(folders, cpu_platform):
-    run_in_two_processes(flags_are_restored, folders["qwen3"])

@@ -15,15 +15,17 @@ from hydra import compose, initialize_config_module
 from hydra_files import parsed_once  # noqa: F401  (for every test of this file)
 from omegaconf import OmegaConf
 from tiny_models import tiny_model, with_preferences
-from two_processes import WORLD, run_in_two_processes
+from two_processes import WORLD, in_two_processes
 
 from jetrl_verl.config.options import PRECISIONS
 
+pytestmark = pytest.mark.usefixtures("cpu_platform")
 LENGTHS = (24, 3, 17, 2)
 outputs = partial(engines.outputs, lengths=LENGTHS)
 
 
-def rows_of_the_table() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict[str, Any]]:
     """Precision -> fields of ``JetConfig`` in its group; without precisions that differ in the loss alone."""
     rows: dict[str, dict[str, Any]] = {"bf16": {}}
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -35,7 +37,9 @@ def rows_of_the_table() -> dict[str, dict[str, Any]]:
     return rows
 
 
-def every_precision_takes_packed_steps(rank: int, folder: str, rows: dict[str, dict[str, Any]]) -> None:
+@in_two_processes
+def test_every_precision_takes_packed_steps(rank, folder, rows):
+    assert set(PRECISIONS) - rows.keys() == {"fp8_rollout_tis", "int8_rollout_tis"}
     leaked = None
     for precision, options in rows.items():
         engine = build(folder, precision=precision, **options)
@@ -59,7 +63,8 @@ def every_precision_takes_packed_steps(rank: int, folder: str, rows: dict[str, d
             assert sent(engine)
 
 
-def every_role_takes_packed_batches(rank: int, folder: str) -> None:
+@in_two_processes
+def test_every_role_takes_packed_batches(rank, folder):
     for options in (dict(precision="bf16"), dict(ref="fp8", critic="fp8")):
         reference = build(folder, role="ref", **options)
         assert (outputs(reference, rank) - outputs(reference, rank, packed=False)).abs().max() < 0.05
@@ -69,7 +74,8 @@ def every_role_takes_packed_batches(rank: int, folder: str) -> None:
         torch.testing.assert_close(*values, rtol=0.02, atol=0.02)
 
 
-def ranks_that_share_tokens_give_the_outputs_of_one(rank: int, folder: str) -> None:
+@in_two_processes
+def test_ranks_that_share_tokens_give_the_outputs_of_one(rank, folder):
     alone, shared = build(folder), build(folder, ulysses=WORLD)
     # The same sequences on both ranks; Ulysses splits them.
     assert (outputs(alone, 5) - outputs(shared, 5)).abs().max() < 0.05
@@ -83,17 +89,3 @@ def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
     with_preferences(tiny_model("qwen3")).save_pretrained(path)
     return str(path)
-
-
-def test_every_precision_takes_packed_steps(folder, cpu_platform):
-    rows = rows_of_the_table()
-    assert set(PRECISIONS) - rows.keys() == {"fp8_rollout_tis", "int8_rollout_tis"}
-    run_in_two_processes(every_precision_takes_packed_steps, folder, rows)
-
-
-def test_every_role_takes_packed_batches(folder, cpu_platform):
-    run_in_two_processes(every_role_takes_packed_batches, folder)
-
-
-def test_ranks_that_share_tokens_give_the_outputs_of_one(folder, cpu_platform):
-    run_in_two_processes(ranks_that_share_tokens_give_the_outputs_of_one, folder)

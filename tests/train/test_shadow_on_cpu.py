@@ -12,11 +12,12 @@ import torch.distributed as dist
 from engines import build
 from tensordict import TensorDict
 from tiny_models import tiny_model
-from two_processes import WORLD, run_in_two_processes
+from two_processes import WORLD, in_two_processes
 
 from jetrl_verl.algorithms.calibrated_clipping import RatioStatistics
 from jetrl_verl.train.shadow import CalibratedClipping
 
+pytestmark = pytest.mark.usefixtures("cpu_platform")
 SEQUENCES, PROMPT, RESPONSE = 4, 3, 20
 LEARNING_RATE, CLIP_LOW = 2e-3, 0.45
 """The user's ``clip_ratio_low``; verl's ``clip_ratio`` is 0.2. At this learning rate the first update puts half of the
@@ -110,7 +111,9 @@ def step(
     return outputs["metrics"], inferred
 
 
-def shadow_forwards(rank: int, folder: str, dynamic: bool, operations: str) -> None:
+@pytest.mark.parametrize("dynamic, operations", [(False, "stock"), (True, "stock"), (False, "shared")])
+@in_two_processes
+def test_shadow_forwards_are_the_bf16_policy_and_do_not_change_training(rank, folder, dynamic, operations):
     plain, shadowed = (build_actor(folder, clip=clip, operations=operations) for clip in ("fixed", "calibrated"))
     bf16 = build_actor(folder, train="bf16", operations=operations)
     loss, plain_loss = actor_loss(), actor_loss()
@@ -164,8 +167,9 @@ def shadow_forwards(rank: int, folder: str, dynamic: bool, operations: str) -> N
     assert clipped > 0, "nothing was clipped: the test would not see a wrong quantile"
 
 
-def bounds_survive_a_resume(rank: int, folder: str, disks: str) -> None:
-    checkpoint = f"{disks}/{rank}"  # one disk per rank, as on machines without a shared one
+@in_two_processes
+def test_a_resume_keeps_the_bounds(rank, folder, tmp_path):
+    checkpoint = f"{tmp_path}/{rank}"  # one disk per rank, as on machines without a shared one
     engine, loss = build_actor(folder), actor_loss()
     for _ in range(2):
         step(engine, rank, loss)
@@ -184,12 +188,3 @@ def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
     tiny_model("qwen3").save_pretrained(path)
     return str(path)
-
-
-@pytest.mark.parametrize("dynamic, operations", [(False, "stock"), (True, "stock"), (False, "shared")])
-def test_shadow_forwards_are_the_bf16_policy_and_do_not_change_training(folder, dynamic, operations, cpu_platform):
-    run_in_two_processes(shadow_forwards, folder, dynamic, operations)
-
-
-def test_a_resume_keeps_the_bounds(folder, tmp_path: Path, cpu_platform):
-    run_in_two_processes(bounds_survive_a_resume, folder, str(tmp_path))

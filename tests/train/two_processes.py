@@ -3,6 +3,8 @@
 """Runs a function in two processes joined by gloo, or in any number of processes that are not joined. Processes are
 reused: importing torch, verl and vLLM takes ten seconds. A changed environment or a failure starts new ones."""
 
+import functools
+import inspect
 import os
 import sys
 import traceback
@@ -90,7 +92,7 @@ _POOL = _Pool()
 
 def _run_joined(rank: int, store: str, function: Callable[..., None], args: tuple) -> None:
     with joined(rank, WORLD, store):
-        function(rank, *args)
+        getattr(function, "__wrapped__", function)(rank, *args)
 
 
 def run_in_processes(count: int, function: Callable[..., None], *args) -> None:
@@ -120,3 +122,15 @@ def run_in_two_processes(function: Callable[..., None], *args) -> None:
     """``function(rank, *args)`` in each of two joined processes; an exception in either is raised here."""
     with TemporaryDirectory() as folder:
         run_in_processes(WORLD, _run_joined, str(Path(folder) / "store"), function, args)
+
+
+def in_two_processes(function: Callable[..., None]) -> Callable[..., None]:
+    """A test that runs in each of two joined processes, given its rank and the values of its fixtures (pickled)."""
+    _, *fixtures = inspect.signature(function).parameters.values()
+
+    @functools.wraps(function)
+    def test(**values):
+        run_in_two_processes(test, *(values[fixture.name] for fixture in fixtures))
+
+    test.__signature__ = inspect.Signature(fixtures)
+    return test

@@ -38,7 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -234,12 +234,20 @@ def host() -> str:
     return f"{socket.gethostname()}-{boot.read_text()[:8] if boot.exists() else 'unknown'}"
 
 
-def run_verl(words: Sequence[str], environment: Mapping[str, str], log: Path, ends: float) -> int | None:
-    """Run verl until ``ends`` by ``time.monotonic()`` at most; its status, None where it was ended."""
+def run_verl(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
+    ends: float,
+    look: Callable[[], None] = lambda: None,
+) -> int | None:
+    """Run verl until ``ends`` by ``time.monotonic()`` at most; its status, None where it was ended. ``look`` is called
+    four times a second meanwhile."""
     # vLLM calls ninja by name.
     path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), environment.get("PATH"))))
     with ProcessTree([*VERL, *words], {**environment, "PATH": path}, log) as tree:
         for _ in tree.follow():
+            look()
             if time.monotonic() > ends:
                 break
         return tree.poll()

@@ -6,13 +6,14 @@ python3 -m benchmarks.evidence.picture OUT...   # folders of results; writes evi
 """
 
 import argparse
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.evidence.run import read_results
+from benchmarks.steps import TIME_UP
 from jetrl_verl.tools.report import STYLE, plt
 
 WINDOW = 10  # rollouts of a moving mean
@@ -29,6 +30,7 @@ class Result:
         collapsed: updates until the moving mean of the training score was below half of its best or a gradient was not
             finite, None if never.
         updates: that it took. first, last: metric -> mean over the first and the last ``WINDOW`` rollouts before that.
+        counts: it took all updates, had collapsed, or its time was up after 0.8 of the updates.
     """
 
     arm: str
@@ -41,6 +43,7 @@ class Result:
     updates: int
     first: dict[str, float]
     last: dict[str, float]
+    counts: bool
 
     @property
     def gain(self) -> float | None:
@@ -61,7 +64,7 @@ def collapse_of(scores: Sequence[float]) -> int | None:
 
 def result_of(file: Path) -> Result | None:
     """What a run showed; None for one without a rollout."""
-    facts, records = read_results(file)
+    facts, *records = map(json.loads, file.read_text().splitlines()) if file.exists() else [{}]
     steps = [record for record in records if "score" in record]
     if not steps:
         return None
@@ -76,22 +79,25 @@ def result_of(file: Path) -> Result | None:
 
     return Result(
         **{key: facts[key] for key in ("arm", "loss", "seed")},
-        k3_kl=statistics.median(value for row in intact if (value := row.get("k3_kl")) is not None),
+        k3_kl=statistics.median([value for row in intact if (value := row.get("k3_kl")) is not None] or [math.inf]),
         before=answered.get(0),
         after=answered.get(facts["rollouts"]),
         collapsed=collapse and collapse * facts["updates"],
         updates=len(steps) * facts["updates"],
         first=means(intact[:WINDOW]),
         last=means(intact[-WINDOW:]),
+        counts=len(steps) >= {0: 1, TIME_UP: 0.8 * facts["rollouts"]}.get(facts["status"], math.inf)
+        or collapse is not None,
     )
 
 
 def read_all(folders: Iterable[Path]) -> dict[tuple[str, str], list[Result]]:
-    """(loss, arm) -> results of its seeds, by their k3_kl."""
+    """(loss, arm) -> results of its seeds that count, by their k3_kl."""
     files = [file for folder in folders for file in sorted((folder / "results").glob("*.jsonl"))]
     groups: dict[tuple[str, str], list[Result]] = {}
-    for result in filter(None, map(result_of, files)):
-        groups.setdefault((result.loss, result.arm), []).append(result)
+    for result in map(result_of, files):
+        if result is not None and result.counts:
+            groups.setdefault((result.loss, result.arm), []).append(result)
     return dict(sorted(groups.items(), key=lambda group: (group[0][0], k3_of(group[1]))))
 
 

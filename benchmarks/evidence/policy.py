@@ -59,14 +59,14 @@ class Size:
 
 FULL = Size(
     PolicyConfig(hidden_size=512, layers=8, heads=4, kv_heads=2, intermediate_size=1408, max_positions=2048),
-    levels=(12, 16, 20, 25),
+    levels=(13, 14, 15, 16),
     train=8192,
     test=1024,
     warmup=16384,
     # The second, at a lower learning rate, so that RL does not begin by calming the jitter of the weights.
     warm_ups=(
         WarmupConfig(target=0.2, max_steps=3000, batch_size=64, lr=1e-3, lr_ramp_steps=100, check_every=10),
-        WarmupConfig(target=0.4, max_steps=1000, batch_size=64, lr=2e-4, check_every=10, seed=8),
+        WarmupConfig(target=0.4, max_steps=1000, batch_size=64, lr=2e-4, check_every=5, seed=8),
     ),
 )
 TINY = Size(
@@ -151,8 +151,8 @@ def prepare(size: Size, out: Path, device: str) -> None:
     free = torch.tensor(tokenizer.convert_tokens_to_ids(list(task.FREE)))
     estimate, say = partial(probability_without_free_words, free), partial(print, flush=True)
     problems = task.draw_problems("warmup", size.warmup, size.levels)
-    torch.set_float32_matmul_precision("high")
-    facts = [warmup.warm_up(model, tokenizer, problems, config, say, estimate) for config in size.warm_ups]
+    with torch.autocast(device, torch.bfloat16, cache_enabled=False):  # the cache would keep the weights of step 0
+        facts = [warmup.warm_up(model, tokenizer, problems, config, say, estimate) for config in size.warm_ups]
     policy.save_policy(model.cpu(), tokenizer, out / "policy")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     record = {"build": provenance(), "size": asdict(size), "parameters": parameters, "warm_ups": facts}
@@ -168,8 +168,7 @@ def scan(out: Path, powers: list[float], levels: tuple[int, ...], device: str) -
     metrics, response = folder / "metrics.jsonl", task.token_limits(levels)[1]
     BaselineRequest(policies, str(out / "test.parquet"), 64, response, str(metrics)).write(folder / "request.json")
     environment = build_environment(RunPaths(folder), device) | engine_environment(device == "cuda")
-    command = [*BASELINE, str(folder / "request.json")]
-    subprocess.run(command, env=environment, check=True)
+    subprocess.run([*BASELINE, str(folder / "request.json")], env=environment, check=True)
     for line in metrics.read_text().splitlines():
         record = json.loads(line)
         print(f"factor {factors[record['step']]:g}: k3_kl {record['data'][METRIC]:.2e}")

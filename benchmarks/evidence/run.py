@@ -2,15 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of docs/evidence.md: verl trains the warmed-up policy under one arm, loss and seed.
 
-    CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.evidence.run OUT jet_fp8@0.1:grpo:1 --factor 92682 --seconds 1060
+    CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.evidence.run OUT jet_fp8@0.1:grpo:1 --seconds 1400
     python3 -m benchmarks.evidence.run OUT bf16:grpo:1 --tiny   # two updates on a CPU
 
 A run is ``ARM[@SIGMA[stays]]:LOSS:SEED``, with an arm of ``ARMS`` and a loss of ``LOSSES``; ``@SIGMA`` adds noise of
-this size to the rollout's weights (dose.py), drawn anew at every sync or, with ``stays``, once. Several runs side by
-side are several calls, which share a GPU. OUT is the folder that ``benchmarks.evidence.policy`` filled. A run leaves
-``OUT/results/RUN.jsonl``: a line of what it was, then one of each rollout's metrics. One that has ended well is not
-taken again, so results of several machines add up in one folder; a run that the end of ``--seconds`` cut off counts for
-what it logged, and begins anew.
+this size to the rollout's weights (dose.py), drawn anew at every sync or, with ``stays``, once. OUT is the folder that
+``benchmarks.evidence.policy`` filled. A run leaves ``OUT/results/RUN.jsonl``: a line of what it was, then one of each
+rollout's metrics, written as verl logs them, so that a machine's end loses none.
 """
 
 import argparse
@@ -35,20 +33,22 @@ from jetrl_verl.tools.launch import RunPaths, build_environment, choose_device, 
 from jetrl_verl.tools.process_tree import signals_raise
 from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import provenance
-from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, accuracy_keys, load_run
+from jetrl_verl.tools.report import MISMATCH, REWARD, STEP_SECONDS, Run, accuracy_keys, read_metrics
 
 ARMS = {
     "bf16": ["bf16"],
     "fp8_rollout": ["fp8_rollout"],
     "fp8_rollout_tis": ["fp8_rollout_tis"],
     "int8_rollout": ["int8_rollout"],
-    "int8_rollout_tis": ["int8_rollout_tis"],
     "jet_fp8_stock": ["jet_fp8", "jetrl.operations=stock"],
     "jet_fp8": ["jet_fp8", "jetrl.operations=shared"],
     "jet_fp8_cache": ["jet_fp8", "jetrl.operations=shared", "jetrl.kv_cache=fp8"],
     "jet_fp8_calibrated": ["jet_fp8", "jetrl.operations=shared", "clip=calibrated"],
 }
-"""Arm -> precision and overrides. No arm but ``*_tis`` has a correction of the mismatch."""
+"""Arm -> precision and overrides. No arm but ``fp8_rollout_tis`` has a correction of the mismatch."""
+
+FACTOR = 2**16.5
+"""Of the planted outliers."""
 
 LOSSES = {
     "grpo": [],
@@ -81,8 +81,8 @@ class Sizes:
     prompts: int = 32
     group: int = 8
     updates: int = 4
-    lr: float = 2e-5
-    tokens: int = 65536
+    lr: float = 1e-5
+    tokens: int = 16384
 
 
 TINY_RUN = Sizes(rollouts=2, prompts=4, group=4, updates=1, tokens=4096)
@@ -124,6 +124,10 @@ class Trial:
         """For names of files."""
         return str(self).replace(":", "-").replace("@", "-")
 
+    def results(self, out: Path) -> Path:
+        """The file of its results."""
+        return out / "results" / f"{self.slug}.jsonl"
+
 
 def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, policy: Path, device: str) -> list[str]:
     """Overrides of verl for a run; those of the demo come first."""
@@ -152,8 +156,8 @@ def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, polic
     }
     if device == "cuda":  # a fixed part of the GPU, and no sleep, which fails if another run takes memory meanwhile
         words |= {
-            "actor_rollout_ref.rollout.gpu_memory_utilization": 0.1,
-            "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 3_000_000_000,
+            "actor_rollout_ref.rollout.gpu_memory_utilization": 0.05,
+            "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 2_000_000_000,
             "actor_rollout_ref.rollout.free_cache_engine": False,
             "++actor_rollout_ref.rollout.enable_sleep_mode": False,
         }
@@ -165,60 +169,73 @@ def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, polic
 
 
 def records_of(folder: Path) -> list[dict]:
-    """A line per step of verl's metrics; ``accuracy`` where the test problems were answered."""
-    run = load_run(folder)
-    keys = METRICS | {"accuracy": next(iter(accuracy_keys([run]).values()), None)}
-    return [
-        {"step": step, **{name: data[key] for name, key in keys.items() if key in data}} for step, data in run.records
-    ]
-
-
-def read_results(file: Path) -> tuple[dict, list[dict]]:
-    """What a run was, and its lines."""
-    first, *records = map(json.loads, file.read_text().splitlines())
-    return first, records
+    """A line per step that verl has logged so far; ``accuracy`` where the test problems were answered."""
+    steps = sorted(read_metrics(folder).items())
+    keys = METRICS | {"accuracy": next(iter(accuracy_keys([Run("", steps)]).values()), None)}
+    return [{"step": step, **{name: data[key] for name, key in keys.items() if key in data}} for step, data in steps]
 
 
 def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: float) -> int:
-    """Run verl and write the results; its status."""
-    size, device = TINY if tiny else FULL, choose_device("auto")
+    """Run verl and write the results; 1 unless it took all rollouts."""
+    levels, device = (TINY if tiny else FULL).levels, choose_device("auto")
     paths = RunPaths(out / "runs" / run.slug)
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
+    run.results(out).unlink(missing_ok=True)
     environment = build_environment(paths, device)
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else each run starts a compiler for every core
     # Workers import dose.py.
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     if run.sigma:
         environment |= dose.Dose(run.sigma, run.stays, run.seed, sizes.rollouts).environment()
-    words = words_of(run, sizes, size.levels, out, write_planted(out, factor), device)
-    began = time.monotonic()
-    status = run_verl(words, environment, paths.log, ends)
-    records = records_of(paths.folder) if paths.metrics.exists() else []
-    result = {"status": TIME_UP if status is None else status, "seconds": round(time.monotonic() - began)}
-    result |= {"errors": last_errors(paths.log)} if status else {}
-    first = {"arm": run.arm, "loss": run.loss, "seed": run.seed, "factor": factor, "tiny": tiny, **vars(sizes)}
-    lines = [first | result | {"build": provenance()}, *records]
-    file = out / "results" / f"{run.slug}.jsonl"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    print(f"{run}: {len(records)} lines, {json.dumps(result)}", flush=True)
-    return int(result["status"] != 0)
+    words = words_of(run, sizes, levels, out, write_planted(out, factor), device)
+    first = {"arm": run.arm, "loss": run.loss, "seed": run.seed, "factor": factor, "tiny": tiny}
+    first |= vars(sizes) | {"build": provenance()}
+    run.results(out).parent.mkdir(exist_ok=True)
+    began, logged = time.monotonic(), 0
+
+    def save(**result: object) -> None:
+        facts = first | {"seconds": round(time.monotonic() - began), **result}
+        part = run.results(out).with_suffix(".part")
+        part.write_text("\n".join(map(json.dumps, (facts, *records_of(paths.folder)))) + "\n")
+        part.replace(run.results(out))
+
+    def look() -> None:
+        nonlocal logged
+        size = paths.metrics.stat().st_size if paths.metrics.exists() else 0
+        if size > logged:
+            logged = size
+            first.setdefault("started", round(time.monotonic() - began))
+            save(status=TIME_UP)  # what it is if nobody comes to say more
+
+    if (status := run_verl(words, environment, paths.log, ends, look)) is None:
+        status = TIME_UP
+    errors = last_errors(paths.log) if status else []
+    save(status=status, errors=errors)
+    print(f"{run}: status {status} after {time.monotonic() - began:.0f} s", *errors, sep="\n  ", flush=True)
+    return int(status != 0)
+
+
+def parser_of_runs(description: str) -> argparse.ArgumentParser:
+    """With the options that one run and a booking of several share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, metavar="OUT")
+    parser.add_argument("--factor", type=float, default=FACTOR, help=f"of the planted outliers, {FACTOR:g} if not set")
+    parser.add_argument("--rollouts", type=int, help="75 if not set")
+    parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
+    parser.add_argument("--lr", type=float, help="1e-5 if not set")
+    parser.add_argument("--tiny", action="store_true", help="two updates of a small policy, for a CPU")
+    parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
+    return parser
 
 
 def main() -> int:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, metavar="OUT")
+    parser = parser_of_runs(__doc__)
     parser.add_argument("run", metavar="RUN")
-    parser.add_argument("--factor", type=float, default=0, help="of the planted outliers; 0 for none")
-    parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
-    parser.add_argument("--rollouts", type=int, help="75 if not set")
-    parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
-    parser.add_argument("--lr", type=float, help="2e-5 if not set")
-    parser.add_argument("--tiny", action="store_true", help="two updates of a small policy, for a CPU")
     options = parser.parse_args()
     out = options.out.resolve()
-    given = {key: getattr(options, key) for key in ("rollouts", "prompts", "lr") if getattr(options, key)}
+    given = {key: value for key in ("rollouts", "prompts", "lr") if (value := getattr(options, key))}
     sizes = replace(TINY_RUN if options.tiny else Sizes(), **given)
     try:
         run = Trial.parse(options.run)
@@ -226,10 +243,6 @@ def main() -> int:
             raise UserError(f"{out} has no policy. Run `python3 -m benchmarks.evidence.policy {out}` first.")
     except UserError as error:
         parser.error(str(error))
-    file = out / "results" / f"{run.slug}.jsonl"
-    if file.exists() and read_results(file)[0]["status"] == 0:
-        print(f"{run} has ended well: {file}")
-        return 0
     with signals_raise():
         return take(run, out, options.factor, options.tiny, sizes, began + options.seconds)
 

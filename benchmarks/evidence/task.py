@@ -65,7 +65,7 @@ class Problem:
 def draw_problems(split: str, count: int, levels: tuple[int, ...]) -> list[Problem]:
     """``count`` problems whose numbers of steps are ``levels`` (at most 52) in turn; equal on every machine.
 
-    Splits are independent draws: of 10^39 chains of twelve steps two do not meet.
+    Splits are independent draws: of 10^42 chains of thirteen steps two do not meet.
     """
     stream = random.Random(split)
     numbers = (tuple(stream.randrange(MODULUS) for _ in range(1 + levels[i % len(levels)])) for i in range(count))

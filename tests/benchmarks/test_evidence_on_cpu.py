@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_jobs_on_cpu import composed
 
-from benchmarks.evidence import picture, policy, run, task
+from benchmarks.evidence import booking, picture, policy, run, task
 from benchmarks.evidence.dose import Dose
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
@@ -89,7 +89,7 @@ def test_tables_of_results(tmp_path):
     for arm, k3_kl, scores in (("jet_fp8", 0.0, [0.5] * 40), ("jet_fp8@0.1", 0.01, [0.5] * 25 + [0.0] * 15)):
         for seed in (1, 2):
             lines = [
-                {"arm": arm, "loss": "grpo", "seed": seed, "rollouts": 40, "updates": 2},
+                {"arm": arm, "loss": "grpo", "seed": seed, "rollouts": 40, "updates": 2, "status": 0},
                 {"step": 0, "accuracy": 0.4},
             ]
             lines += [{"step": i + 1, "score": score, "k3_kl": k3_kl} for i, score in enumerate(scores)]
@@ -100,3 +100,54 @@ def test_tables_of_results(tmp_path):
     assert "| grpo | jet_fp8@0.1 | 2 | 1.0e-02 | 40.0% | -38.5 ± 3.1 | **-50.0 ± 4.4** | 62, 62 |" in text
     picture.draw(groups, tmp_path / "evidence.png")
     assert (tmp_path / "evidence.png").stat().st_size
+
+
+def test_a_booking_takes_what_does_not_count_and_begins_failures_again(tmp_path, monkeypatch):
+    """With 10 rollouts a run: cut after 8 counts, cut after 7 does not, one that fails at its start has a second go."""
+    runs = [run.Trial.parse(text) for text in booking.PROTOCOL[:3]]
+    assert len(booking.PROTOCOL) == len(set(booking.PROTOCOL)) == 66 and all(map(run.Trial.parse, booking.PROTOCOL))
+    (tmp_path / "results").mkdir()
+    started = []
+
+    def leave(trial, status, rollouts):
+        first = {"arm": trial.arm, "loss": trial.loss, "seed": trial.seed, "rollouts": 10, "updates": 4}
+        lines = [first | {"status": status}, *({"step": i + 1, "score": 0.5, "k3_kl": 0.0} for i in range(rollouts))]
+        trial.results(tmp_path).write_text("\n".join(map(json.dumps, lines)))
+
+    class Started:
+        def __init__(self, command, env, cwd):
+            trial = run.Trial.parse(command[6])
+            started.append((str(trial), env["CUDA_VISIBLE_DEVICES"]))
+            self.returncode = int(len(started) == 1)
+            leave(trial, self.returncode, 0 if self.returncode else 10)
+
+        def poll(self):
+            return self.returncode
+
+    leave(runs[0], 124, 8)
+    leave(runs[1], 124, 7)
+    assert booking.missing(runs, tmp_path) == runs[1:]
+    monkeypatch.setattr(booking.subprocess, "Popen", Started)
+    monkeypatch.setattr(booking.time, "sleep", lambda seconds: None)
+    booking.take_all(runs[1:], tmp_path, ["0", "1"], 1, float("inf"), [])
+    assert started == [(str(runs[1]), "0"), (str(runs[2]), "1"), (str(runs[1]), "0")]
+    assert not booking.missing(runs, tmp_path)
+
+
+def test_a_run_that_a_machine_takes_along_has_left_its_lines(model, tokenizer, tmp_path, monkeypatch):
+    save_policy(model, tokenizer, tmp_path / "policy")
+    trial = run.Trial.parse("bf16:grpo:1")
+    step = {"critic/score/mean": 0.5, "rollout_corr/k3_kl": 1e-5}
+
+    def run_verl(words, environment, log, ends, look):
+        log.with_name("metrics.jsonl").write_text("")
+        look()
+        log.with_name("metrics.jsonl").write_text(json.dumps({"step": 1, "data": step}) + "\n")
+        look()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_verl", run_verl)
+    with pytest.raises(KeyboardInterrupt):
+        run.take(trial, tmp_path, 0, True, run.TINY_RUN, 0.0)
+    result = picture.result_of(trial.results(tmp_path))
+    assert result.updates == 1 and not result.counts

@@ -55,7 +55,7 @@ from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, quote
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import last_errors
 from jetrl_verl.tools.provenance import builds_note, nvidia_smi, provenance
-from jetrl_verl.tools.report import load_run
+from jetrl_verl.tools.report import read_metrics
 from jetrl_verl.tools.rows import Row, parse_row
 
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{node}" for node in ("model", "actor", "rollout"))
@@ -280,7 +280,7 @@ def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
         "began": began,
         "ended": time.time(),
         "status": TIME_UP if status is None else status,
-        **(figures(load_run(paths.folder).records, job) if paths.metrics.exists() else {"timed": 0}),
+        **figures(sorted(read_metrics(paths.folder).items()), job),
         "words": [word.replace(f"{ROOT}/", "").replace(f"{out}/", "OUT/") for word in words],
         "build": provenance(),
     }

@@ -29,10 +29,11 @@ PATCHED_FOR_EVERY_PRECISION = {
     "dead_servers": ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.v1.trainer_separate_async"),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
     "generation": ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm.v1.engine.output_processor"),
+    "tied_head": ("vllm.model_executor.models.utils",),
 }
 """Modules of patches/ that apply under every precision, baselines included, and the modules of verl and vLLM that each
 patches: faster functions with equal results, ``attn_implementation=jetrl_varlen``, a socket of the run's own, mRoPE for
-sequences of one length, and an end of the run where a rollout worker or server fails."""
+sequences of one length, tied heads, and an end of the run where a rollout worker or server fails."""
 
 FSDP_ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 CHECKPOINT_ENGINES = "verl.checkpoint_engine.base"

@@ -26,6 +26,7 @@ MODULES = (
     "replay_buffer",
     "restored_weights",
     "separate_rollout",
+    "tied_head",
     "token_versions",
     "two_runs",
     "weight_sync",

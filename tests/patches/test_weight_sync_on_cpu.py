@@ -9,8 +9,9 @@ import time
 import pytest
 import torch
 import zmq
-from patch_home import home
+from patch_home import current, home
 
+from jetrl_verl.patches.tied_head import EMBEDDING
 from jetrl_verl.patches.weight_sync import WATCH
 
 
@@ -74,3 +75,22 @@ def test_the_error_is_the_workers_own_where_ray_has_it(cpu_platform, tmp_path, m
     if thread is not None:
         thread.join()
     assert not home(WATCH).CALLS
+
+
+@pytest.mark.skipif(not EMBEDDING.applies, reason="vLLM 0.24 does not look for the embedding of a tied head")
+def test_a_tied_head_may_come_in_a_later_bucket_than_the_embedding():
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    EMBEDDING.apply()
+    model = torch.nn.Module()
+
+    def bucket(*names: str) -> None:
+        loader = AutoWeightsLoader(model)
+        loader.aliased_params = {"lm_head.weight": "embed_tokens.weight"}
+        loaded = {name for name, _ in loader._filter_skipped((name, torch.zeros(())) for name in names)}
+        current(EMBEDDING)(loader, loaded - set(loader.aliased_params))
+
+    with pytest.raises(ValueError, match="the tied weight is uninitialized"):
+        bucket("norm.weight", "lm_head.weight")
+    bucket("embed_tokens.weight", "norm.weight")
+    bucket("lm_head.weight")

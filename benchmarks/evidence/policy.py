@@ -65,8 +65,8 @@ FULL = Size(
     warmup=16384,
     # The second, at a lower learning rate, so that RL does not begin by calming the jitter of the weights.
     warm_ups=(
-        WarmupConfig(target=0.2, max_steps=3000, batch_size=64, lr=1e-3, lr_ramp_steps=100, check_every=10),
-        WarmupConfig(target=0.4, max_steps=1000, batch_size=64, lr=2e-4, check_every=5, seed=8),
+        WarmupConfig(target=0.2, max_steps=3000, batch_size=64, lr=1e-3, lr_ramp_steps=100),
+        WarmupConfig(target=0.4, max_steps=1000, batch_size=64, lr=2e-4, seed=8),
     ),
 )
 TINY = Size(
@@ -154,8 +154,7 @@ def prepare(size: Size, out: Path, device: str) -> None:
     with torch.autocast(device, torch.bfloat16, cache_enabled=False):  # the cache would keep the weights of step 0
         facts = [warmup.warm_up(model, tokenizer, problems, config, say, estimate) for config in size.warm_ups]
     policy.save_policy(model.cpu(), tokenizer, out / "policy")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    record = {"build": provenance(), "size": asdict(size), "parameters": parameters, "warm_ups": facts}
+    record = {"build": provenance(), "size": asdict(size), "parameters": model.num_parameters(), "warm_ups": facts}
     (out / "facts.json").write_text(json.dumps(record, indent=1))
 
 

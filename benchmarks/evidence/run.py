@@ -50,6 +50,9 @@ ARMS = {
 FACTOR = 2**16.5
 """Of the planted outliers."""
 
+RATES = {"grpo": 1e-5, "reinforce": 1e-5}
+"""Learning rate of each loss."""
+
 LOSSES = {
     "grpo": [],
     # -A log pi of GRPO's groups, without a ratio and so without a clip.
@@ -74,8 +77,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a run: rollouts, prompts of each and responses to a prompt, updates on a rollout, learning rate, tokens of a
-    micro-batch."""
+    """Of a run: rollouts, prompts of each, responses to one, updates on a rollout, rate, tokens of a micro-batch."""
 
     rollouts: int = 75
     prompts: int = 32
@@ -220,10 +222,10 @@ def parser_of_runs(description: str) -> argparse.ArgumentParser:
     """With the options that one run and a booking of several share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("--factor", type=float, default=FACTOR, help=f"of the planted outliers, {FACTOR:g} if not set")
+    parser.add_argument("--factor", type=float, default=FACTOR, help="of the planted outliers")
     parser.add_argument("--rollouts", type=int, help="75 if not set")
     parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
-    parser.add_argument("--lr", type=float, help="1e-5 if not set")
+    parser.add_argument("--lr", type=float, help="that of the loss if not set")
     parser.add_argument("--tiny", action="store_true", help="two updates of a small policy, for a CPU")
     parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
     return parser
@@ -236,13 +238,13 @@ def main() -> int:
     options = parser.parse_args()
     out = options.out.resolve()
     given = {key: value for key in ("rollouts", "prompts", "lr") if (value := getattr(options, key))}
-    sizes = replace(TINY_RUN if options.tiny else Sizes(), **given)
     try:
         run = Trial.parse(options.run)
         if not (out / "facts.json").exists():
             raise UserError(f"{out} has no policy. Run `python3 -m benchmarks.evidence.policy {out}` first.")
     except UserError as error:
         parser.error(str(error))
+    sizes = replace(TINY_RUN if options.tiny else Sizes(), **{"lr": RATES[run.loss], **given})
     with signals_raise():
         return take(run, out, options.factor, options.tiny, sizes, began + options.seconds)
 

@@ -21,8 +21,9 @@ from hydra.errors import MissingConfigException
 from omegaconf import DictConfig
 from tiny_models import save_policy
 
-from jetrl_verl.config import UnsupportedConfiguration, resolve
+from jetrl_verl.config.composition import resolve
 from jetrl_verl.config.hydra_plugin import unchecked
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.targets.job import JetCallback
 from jetrl_verl.tools.demo import task
 

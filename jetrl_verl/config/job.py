@@ -56,7 +56,9 @@ class Job:
             return node
         # If each process decided on `auto`, the two sides could differ.
         if node is None or "job" not in node or "auto" in (node["operations"], node["backward"]):
-            raise ValueError("the jetrl node is absent or was not resolved; call jetrl_verl.config.resolve first.")
+            raise ValueError(
+                "the jetrl node is absent or was not resolved; call jetrl_verl.config.composition.resolve first."
+            )
         options = JetConfig(**{option.name: node[option.name] for option in fields(JetConfig)})
         facts = OmegaConf.to_container(OmegaConf.create(dict(node["job"])))
         return cls(options, **(facts | {"inexact": tuple(facts["inexact"])}))

@@ -71,16 +71,13 @@ class ModelFiles:
         return replace(self, config={**self.config, **fields})
 
 
-def read_model(path: str | None, key: str = f"{MODEL}.path") -> ModelFiles | None:
+def read_model(path: str | None) -> ModelFiles | None:
     """The model at ``path``; None for a remote path, and for a hub name of which the hub has no answer.
-
-    Args:
-        key: of the configuration, for messages.
 
     Raises:
         UnsupportedConfiguration: a local folder that is missing, or whose ``config.json`` cannot be read.
     """
-    return None if path is None or "://" in str(path) else _read(str(path), str(path), key)
+    return None if path is None or "://" in str(path) else _read(str(path), str(path), f"{MODEL}.path")
 
 
 def copy_model(path: str | None, key: str) -> ModelFiles | None:

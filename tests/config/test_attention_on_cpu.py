@@ -9,10 +9,12 @@ import pytest
 from omegaconf import OmegaConf
 from support_models import MODEL_CONFIG, MODELS
 
-from jetrl_verl.config import Job, UnsupportedConfiguration, attention, composition, resolve
+from jetrl_verl.config import attention, composition
 from jetrl_verl.config.attention import check_attention_package
-from jetrl_verl.config.composition import reader
+from jetrl_verl.config.composition import reader, resolve
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import check_models
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, CRITIC_MODEL, MODEL, REF, ULYSSES_OF_THE_CRITIC
 
 CRITICS = f"{CRITIC_MODEL}.override_config.attn_implementation"

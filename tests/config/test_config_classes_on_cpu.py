@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import FSDPEngineConfig, RolloutConfig
 
-from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job
+from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 RUNNABLE = [

@@ -15,12 +15,14 @@ from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 from support_models import MODEL_CONFIG
 
-from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, check_environment
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.data import find_media
-from jetrl_verl.config.environment import check_optimizer, check_versions
+from jetrl_verl.config.environment import check_environment, check_optimizer, check_versions
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import check_bucket, check_model, check_replicas, copy_model, read_model
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support.limits import PINS
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.scopes import REPLICAS
 
 OPTIONS = JetConfig(precision="jet_fp8", train="fp8", rollout="fp8")

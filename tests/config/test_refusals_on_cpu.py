@@ -15,12 +15,14 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 from support_models import refused_value
 
-from jetrl_verl.config import JetConfig, Job, UnsupportedConfiguration, composition, resolve
-from jetrl_verl.config.composition import reader
+from jetrl_verl.config import composition
+from jetrl_verl.config.composition import reader, resolve
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support import algorithms
 from jetrl_verl.config.support.operations import SHARED_ROWS
 from jetrl_verl.config.support.options import OPTION_ROWS
-from jetrl_verl.config.support.row import shown
+from jetrl_verl.config.support.row import UnsupportedConfiguration, shown
 from jetrl_verl.config.support.scopes import (
     ACTOR,
     ATTENTION,

@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from support_models import MIXTURE
 from verl.utils.config import omega_conf_to_dataclass
 
-from jetrl_verl.config import UnsupportedConfiguration, composition, resolve
+from jetrl_verl.config import composition
+from jetrl_verl.config.composition import resolve
+from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.config.support.table import TABLE
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -16,18 +16,10 @@ from test_refusals_on_cpu import SENTENCE, changed
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from jetrl_verl.config import (
-    JetConfig,
-    Job,
-    UnsupportedConfiguration,
-    composition,
-    environment,
-    hopper_kernels,
-    resolve,
-    vllm_plugins,
-)
+from jetrl_verl.config import composition, environment, hopper_kernels, vllm_plugins
 from jetrl_verl.config import model as model_module
-from jetrl_verl.config.composition import reader
+from jetrl_verl.config.composition import reader, resolve
+from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import (
     cache_message,
     check_kernels,
@@ -37,9 +29,10 @@ from jetrl_verl.config.model import (
     check_vocabulary,
     read_model,
 )
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support import table
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
-from jetrl_verl.config.support.row import shown
+from jetrl_verl.config.support.row import UnsupportedConfiguration, shown
 from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, AUTO, MODEL, SHARED, ULYSSES, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS

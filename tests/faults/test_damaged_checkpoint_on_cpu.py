@@ -28,7 +28,9 @@ from jetrl_verl.checkpoint.validation import (
     explained,
     resume_folder,
 )
-from jetrl_verl.config import JetConfig, Job, environment, workers
+from jetrl_verl.config import environment, workers
+from jetrl_verl.config.job import Job
+from jetrl_verl.config.options import JetConfig
 from jetrl_verl.patches.checkpoint_tracker import TRACKER, TRACKER_FILE
 from jetrl_verl.targets.job import JetCallback
 

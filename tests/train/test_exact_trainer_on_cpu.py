@@ -227,13 +227,6 @@ def test_no_mask_is_built():
     assert create_causal_mask(config, **arguments) is None
 
 
-@pytest.fixture
-def one_process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_verl_saves_a_folder_that_stock_hugging_face_loads(one_process_group, cpu_platform, tmp_path):
     """``hf_model`` in ``checkpoint.save_contents``, written by verl from the live configuration."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -356,7 +349,9 @@ def test_the_engines_log_probabilities_are_the_shared_functions(cpu_platform, re
     """With verl's own preparation of a micro-batch, padded and packed."""
     from verl.utils import tensordict_utils
 
-    from jetrl_verl.config import JetConfig, JetFSDPEngineConfig, Job
+    from jetrl_verl.config.engine_config import JetFSDPEngineConfig
+    from jetrl_verl.config.job import Job
+    from jetrl_verl.config.options import JetConfig
     from jetrl_verl.train.engine import JetFSDPEngine
     from jetrl_verl.train.token_numbers import SharedOperations
 

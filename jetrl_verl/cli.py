@@ -89,10 +89,8 @@ def demo(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 
-    console = Console()
     options = DemoOptions(precision, steps, out, cache, device, policy, tuple(context.args), baseline)
-    status = run_demo(options, console)
-    raise typer.Exit(status)
+    raise typer.Exit(run_demo(options))
 
 
 @app.command(context_settings={"allow_extra_args": True})
@@ -124,8 +122,7 @@ def compare(
     options = CompareOptions(
         split_rows(precisions), _counts(seeds), out, tuple(context.args), temperature, samples, steps, cache, device
     )
-    status = run_compare(options, Console())
-    raise typer.Exit(status)
+    raise typer.Exit(run_compare(options))
 
 
 @app.command()
@@ -195,8 +192,7 @@ def diff(
 
     names = tuple(name.strip() for name in precision.split(",") if name.strip())
     options = DiffOptions(model, names, prompts, limit, response, temperature, out, tuple(context.args), sequence)
-    status = run_diff(options, Console())
-    raise typer.Exit(status)
+    raise typer.Exit(run_diff(options, Console()))
 
 
 @app.command()
@@ -211,7 +207,7 @@ def export(
     """Write a trained policy as BF16 and as the block-FP8 checkpoint that stock vLLM serves."""
     from jetrl_verl.checkpoint.export import ExportOptions, run_export
 
-    run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel), Console())
+    run_export(checkpoint, out, ExportOptions(format, scale_rule, unfit_layers, tensor_parallel))
 
 
 @app.command()
@@ -225,7 +221,7 @@ def reshard(
     """Rewrite a checkpoint for another number of GPUs; weights, optimizer state, schedule and data position stay."""
     from jetrl_verl.checkpoint.reshard import run_reshard
 
-    run_reshard(checkpoint, gpus, out, Console())
+    run_reshard(checkpoint, gpus, out)
 
 
 @app.command()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -481,21 +480,17 @@ def _save(
     return len(parts), size, quantized
 
 
-def run_export(checkpoint: Path, out: Path, options: ExportOptions, console: Console) -> None:
+def run_export(checkpoint: Path, out: Path, options: ExportOptions) -> None:
     """The command: export, then print what was written and how to serve it. Raises ``UserError``."""
     for exported in export(checkpoint, out, options):
         layers = f", {exported.quantized} layers in FP8" if exported.quantized else ""
         files = f"{exported.files} {'file' if exported.files == 1 else 'files'}"
-        _say(console, f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
+        print(f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
         if exported.quantized:
             # With several workers, each logs the sum of its shard.
             logged = (
                 ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
             )
-            _say(console, f"digest {exported.digest:#018x}{logged}")
+            print(f"digest {exported.digest:#018x}{logged}")
             # DeepGEMM, vLLM's default, rounds scales to powers of two at load and requantizes.
-            _say(console, f"serve these qdata as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            print(f"serve these qdata as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")

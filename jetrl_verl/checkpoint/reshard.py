@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.filesize import decimal
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -434,17 +433,13 @@ def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> li
     return written
 
 
-def run_reshard(checkpoint: str, gpus: int, out: str | None, console: Console) -> None:
+def run_reshard(checkpoint: str, gpus: int, out: str | None) -> None:
     """The command: reshard, then print what was written and how to resume. Raises ``UserError``."""
     written = reshard(checkpoint, gpus, out)
     for role in written:
         line = f"{role.folder}: {role.before} ranks -> {role.after}, {role.files} files, {decimal(role.bytes)}"
-        _say(console, line)
+        print(line)
     ranks = f"trainer.n_gpus_per_node times trainer.nnodes = {gpus}"
     plain = ", fsdp_config.fsdp_size=-1" if any(role.replicas > 1 for role in written) else ""
     step = written[0].folder.absolute().parent
-    _say(console, f"resume with {ranks}{plain} trainer.resume_mode=resume_path trainer.resume_from_path={step}")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    print(f"resume with {ranks}{plain} trainer.resume_mode=resume_path trainer.resume_from_path={step}")

@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.job import Job
@@ -24,6 +24,9 @@ from jetrl_verl.tools.progress import Tracker
 
 VERL = (sys.executable, "-m", "verl.trainer.main_ppo")
 DEVICES = ("auto", "cpu", "cuda")
+
+say = partial(print, flush=True)
+"""Show the user a line of a command that takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +148,13 @@ def detect_device() -> str:
     return "cuda" if answer.returncode == 0 and answer.stdout.strip() else "cpu"
 
 
-def watch(
-    command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, tracker: Tracker, console: Console
-) -> int:
+def watch(command: Sequence[str], environment: Mapping[str, str], paths: RunPaths, tracker: Tracker) -> int:
     """Run the trainer, show where it is, leave nothing of it behind but its files in ``paths``; its exit status."""
     with ProcessTree(command, environment, paths.log) as tree:
         lines = [f"[{tracker.seconds:6.1f} s] {tracker.phase}"]
         for _ in tree.follow():
             for line in (*lines, *tracker.update()):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(line)
             lines = []
         status = tree.poll()
         if status != 0:

@@ -130,6 +130,12 @@ class ProcessTree:
                 noted = time.monotonic()
             time.sleep(_POLL_SECONDS)
 
+    def wait(self) -> int:
+        """Exit status of the program, once it has ended."""
+        for _ in self.follow():
+            pass
+        return self.poll()
+
     def processes(self) -> list[psutil.Process]:
         """Everything the program started that has not ended; reaps zombies."""
         alive = []

@@ -23,6 +23,6 @@ def policy() -> cache.Prepared:
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     try:
-        return cache.make(recipe, CACHE, "cpu", print)
+        return cache.make(recipe, CACHE, "cpu")
     finally:
         torch.set_num_threads(threads)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
-
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.run import DemoOptions, baseline_series, run_demo
 from jetrl_verl.tools.report import MISMATCH, load_run
@@ -79,7 +77,7 @@ def train(
     options = DemoOptions(
         precision, steps, out, policy.folder.parent, "cpu", kind, (*fixed, *overrides), baseline=baseline
     )
-    ended = run_demo(options, Console(width=160))
+    ended = run_demo(options)
     (folder,) = out.iterdir()
     log = (folder / "run.log").read_text()
     assert ended == status, log[-3000:]

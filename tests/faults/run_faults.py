@@ -116,7 +116,7 @@ def name_of(process: psutil.Process) -> str:
 def prepare() -> cache.Prepared:
     """The demo's data and policy."""
     recipe = cache.Recipe()
-    return cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu", print)
+    return cache.find(recipe, CACHE) or cache.make(recipe, CACHE, "cpu")
 
 
 class Chain:

@@ -9,12 +9,12 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from rich.console import Console
 
 from jetrl_verl.inputs import UserError
 from jetrl_verl.tools import launch, process_tree
@@ -32,11 +32,12 @@ KV_CACHE = "fp8_rollout+jetrl.kv_cache=fp8"
 
 def compare(out, behaviour="succeed", precisions=("bf16", "jet_fp8"), seeds=(1,), words=(), count=9, **others):
     """Exit status, console output and ``compare.json`` of a job given as a command line after ``--``."""
-    screen, page = io.StringIO(), out / "compare.json"
+    page = out / "compare.json"
     page.unlink(missing_ok=True)
     options = CompareOptions(precisions, seeds, out, (*FAKE, "train", behaviour, *words), **others)
     judge = (*FAKE, "judge", str(count))
-    status = run_compare(options, Console(file=screen, width=250), evaluator=judge)
+    with redirect_stdout(io.StringIO()) as screen:
+        status = run_compare(options, evaluator=judge)
     return status, screen.getvalue(), json.loads(page.read_text()) if page.is_file() else None
 
 
@@ -117,7 +118,7 @@ def test_the_demo_is_the_default_job(tmp_path, monkeypatch):
     entry = cache.Prepared(tmp_path / "entry", {})
     monkeypatch.setattr(cache, "find", lambda recipe, folder: entry)
     options = CompareOptions(("jet_fp8",), (3,), tmp_path, ("trainer.test_freq=2",), steps=4, device="cpu")
-    status = run_compare(options, Console(file=io.StringIO()), (*FAKE, "train", "succeed"), (*FAKE, "judge", "2"))
+    status = run_compare(options, (*FAKE, "train", "succeed"), (*FAKE, "judge", "2"))
     command = json.loads((tmp_path / "job.json").read_text())
     assert status == 0 and command[-1] == "trainer.test_freq=2"
     assert f"data.val_files='{entry.test}'" in command and "trainer.total_training_steps=4" in command

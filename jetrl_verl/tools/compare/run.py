@@ -16,15 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.inputs import UserError, load_json, reading, writing
 from jetrl_verl.tools.compare.evaluate import Request, load_config
 from jetrl_verl.tools.compare.table import BEFORE, CAPTION, Scores, cells, summarize
 from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.overrides import build_overrides
-from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_device, quote, watch
+from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_device, quote, say, watch
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
 from jetrl_verl.tools.provenance import provenance
@@ -113,23 +111,17 @@ class Job:
         return [*self.command, *(f"{key}={value}" for key, value in words.items()), *run.row.settings]
 
 
-def run_compare(
-    options: CompareOptions, console: Console, trainer: Sequence[str] = VERL, evaluator: Sequence[str] = EVALUATE
-) -> int:
+def run_compare(options: CompareOptions, trainer: Sequence[str] = VERL, evaluator: Sequence[str] = EVALUATE) -> int:
     """Run the comparison and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 
     ``trainer`` trains the demo and is followed by overrides, ``evaluator`` scores and is followed by a request's file.
     ``UserError`` if the comparison cannot go on; every process that was started has ended.
     """
-
-    def say(line: str) -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-
     out = options.out.resolve()
     runs = [CompareRun(precision, seed, out) for seed in options.seeds for precision in options.precisions]
     try:
         with signals_raise():
-            job = _job(options, trainer, say)
+            job = _job(options, trainer)
             made_by = out / "job.json"
             if made_by.exists():
                 with reading(made_by, "record of a comparison", "Choose another --out"):
@@ -137,13 +129,13 @@ def run_compare(
                         raise UserError(f"{out} was made by another command. Choose another --out, or delete that one.")
             _write(made_by, job.command)
             for run in runs:
-                train(run, job, console, say)
+                train(run, job)
             problems = [f"{run.name} did not finish training" for run in runs if not run.finished]
             if finished := [run for run in runs if run.finished]:
-                scores = score(finished, options, job, evaluator, say)
+                scores = score(finished, options, job, evaluator)
                 problems += [f"{name} was not scored" for name, table in scores.items() if table is None]
                 if scored := [run for run in finished if scores[run.name]]:
-                    _write_tables(scored, options.precisions[0], scores, problems, say)
+                    _write_tables(scored, options.precisions[0], scores, problems)
             for problem in problems:
                 say(f"not in the table: {problem}")
             return int(bool(problems))
@@ -152,7 +144,7 @@ def run_compare(
         return 128 + interruption.signal
 
 
-def _job(options: CompareOptions, trainer: Sequence[str], say) -> Job:
+def _job(options: CompareOptions, trainer: Sequence[str]) -> Job:
     """The command line of the user, or the demo. ``UserError`` if there is no such program, GPU or folder."""
     is_demo = not options.words or "=" in options.words[0]
     if is_demo:
@@ -163,13 +155,13 @@ def _job(options: CompareOptions, trainer: Sequence[str], say) -> Job:
         options.out.mkdir(parents=True, exist_ok=True)  # before the warm-up, which takes minutes
     if not is_demo:
         return Job(list(options.words), os.environ)
-    prepared = prepared or cache.make(cache.Recipe(), options.cache, device, say)
+    prepared = prepared or cache.make(cache.Recipe(), options.cache, device)
     paths = RunPaths(options.out.resolve())  # replaced, like the precision, by the last words of each run
     overrides = build_overrides("bf16", prepared, paths, device, options.steps)
     return Job([*trainer, *overrides, *options.words], build_environment(paths, device), options.steps)
 
 
-def train(run: CompareRun, job: Job, console: Console, say) -> None:
+def train(run: CompareRun, job: Job) -> None:
     """Train ``run`` from its last checkpoint, if it has one, and write its facts once it has finished.
 
     ``UserError`` if the job could not be scored later, or its metrics are damaged.
@@ -191,7 +183,7 @@ def train(run: CompareRun, job: Job, console: Console, say) -> None:
     tracker = Tracker(paths.log, paths.metrics, job.steps, read_line)
     say(f"{run.name}: training, log {paths.log}")
     own = {"VERL_FILE_LOGGER_PATH": str(paths.metrics), "PRECISION": run.row.name}  # scripts of recipes read PRECISION
-    status = watch(command, {**job.environment, **own}, paths, tracker, console)
+    status = watch(command, {**job.environment, **own}, paths, tracker)
     step = max(read_metrics(paths.folder), default=0)
     if status != 0 or step < max(tracker.steps, 1):
         what = f"{run.name}: ended with status {status} after step {step} of {tracker.steps or '?'}:"
@@ -203,7 +195,7 @@ def train(run: CompareRun, job: Job, console: Console, say) -> None:
 
 
 def score(
-    runs: Sequence[CompareRun], options: CompareOptions, job: Job, evaluator: Sequence[str], say
+    runs: Sequence[CompareRun], options: CompareOptions, job: Job, evaluator: Sequence[str]
 ) -> dict[str, Scores | None]:
     """Name -> scores of the policy before training and of every run, None where the evaluation failed.
 
@@ -218,9 +210,8 @@ def score(
         _write(spec, vars(Request(str(runs[0].paths.config), missing, options.temperature, options.samples)))
         say(f"scoring {len(missing)} policies in one BF16 engine, log {log}")
         with ProcessTree([*evaluator, str(spec)], job.environment, log) as tree:
-            for _ in tree.follow():
-                pass
-        if (status := tree.poll()) != 0:
+            status = tree.wait()
+        if status != 0:
             say("\n  ".join([f"the evaluation ended with status {status}:", *last_errors(log)]))
     return {name: _scores(file) if file.exists() else None for name, file in files.items()}
 
@@ -231,7 +222,7 @@ def _scores(file: Path) -> Scores:
 
 
 def _write_tables(
-    runs: Sequence[CompareRun], baseline: str, scores: Mapping[str, Scores | None], problems: Sequence[str], say
+    runs: Sequence[CompareRun], baseline: str, scores: Mapping[str, Scores | None], problems: Sequence[str]
 ) -> None:
     """Write ``compare.html``, its PNG and ``compare.json`` of ``runs`` and show the table."""
     seeds = {run.precision: [] for run in runs}

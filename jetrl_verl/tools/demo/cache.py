@@ -8,7 +8,6 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from jetrl_verl.tools.demo import policy, task, warmup
 from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
 from jetrl_verl.tools.demo.warmup import WarmupConfig
+from jetrl_verl.tools.launch import say
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def find(recipe: Recipe, cache: Path) -> Prepared | None:
         return Prepared(folder.resolve(), load_json(folder / "facts.json"))
 
 
-def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]) -> Prepared:
-    """Generate the data, warm the policy up on ``device`` and store both; ``report`` receives lines for the user.
+def make(recipe: Recipe, cache: Path, device: str) -> Prepared:
+    """Generate the data, warm the policy up on ``device`` and store both.
 
     Raises ``UserError`` if ``cache`` is not writable or the warm-up does not reach its target.
     """
@@ -70,7 +70,7 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
         cache.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     try:
-        facts = _fill(recipe, building, device, report)
+        facts = _fill(recipe, building, device)
         (building / "facts.json").write_text(json.dumps(facts, indent=2))
         building.rename(_folder(recipe, cache))
     finally:
@@ -78,19 +78,19 @@ def make(recipe: Recipe, cache: Path, device: str, report: Callable[[str], None]
     return Prepared(_folder(recipe, cache).resolve(), facts)
 
 
-def _fill(recipe: Recipe, folder: Path, device: str, report: Callable[[str], None]) -> dict:
+def _fill(recipe: Recipe, folder: Path, device: str) -> dict:
     splits = task.make_splits(recipe.task)
     for split in ("train", "test"):
         task.write_parquet(splits[split], split, folder / f"{split}.parquet")
-    report(f"data: {recipe.task.train} training and {recipe.task.test} held-out problems")
+    say(f"data: {recipe.task.train} training and {recipe.task.test} held-out problems")
 
     tokenizer = policy.build_tokenizer()
     model = policy.build_model(recipe.policy, tokenizer)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    report(f"warm-up: {parameters:,} parameters, until about {recipe.warmup.target:.0%} of the problems come out right")
-    facts = warmup.warm_up(model.to(device), tokenizer, splits["warmup"], recipe.warmup, report)
+    say(f"warm-up: {parameters:,} parameters, until about {recipe.warmup.target:.0%} of the problems come out right")
+    facts = warmup.warm_up(model.to(device), tokenizer, splits["warmup"], recipe.warmup, say)
     policy.save_policy(model.cpu(), tokenizer, folder / "policy")
-    report(f"warm-up: done after {facts['warmup_steps']} steps and {facts['warmup_seconds']} s")
+    say(f"warm-up: done after {facts['warmup_steps']} steps and {facts['warmup_seconds']} s")
     return {"parameters": parameters, **facts}
 
 

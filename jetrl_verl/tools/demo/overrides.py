@@ -57,11 +57,6 @@ def words_of_a_local_ray() -> list[str]:
     return _words(LOCAL_RAY)
 
 
-def words_of_one_machine() -> list[str]:
-    """Overrides that start one process of each kind, for a job on one machine."""
-    return _words(FEW_PROCESSES)
-
-
 def build_overrides(precision: str, prepared: "Prepared", paths: RunPaths, device: str, steps: int) -> list[str]:
     """Hydra overrides for ``python -m verl.trainer.main_ppo``; ``device`` is ``cpu`` or ``cuda``."""
     sequences = PROMPTS * GROUP_SIZE

@@ -8,14 +8,11 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from rich.console import Console
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import PRECISIONS
@@ -24,10 +21,10 @@ from jetrl_verl.tools.demo import baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
 from jetrl_verl.tools.demo.policy import POLICIES
 from jetrl_verl.tools.diff.run import engine_environment
-from jetrl_verl.tools.launch import DEVICES, VERL, RunPaths, build_environment, choose_device, precision_word, watch
+from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_device, precision_word, say, watch
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
-from jetrl_verl.tools.provenance import provenance
+from jetrl_verl.tools.provenance import nvidia_smi, provenance
 from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, draw, load_run, write_report
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
@@ -56,8 +53,6 @@ class DemoOptions:
             raise UserError(f"{self.precision!r} is not a precision. Choose one of {', '.join(PRECISIONS)}.")
         if self.policy not in POLICIES:
             raise UserError(f"{self.policy!r} is not a policy. Choose one of {', '.join(POLICIES)}.")
-        if self.device not in DEVICES:
-            raise UserError(f"{self.device!r} is not a device. Choose one of {', '.join(DEVICES)}.")
         if word := precision_word(self.overrides):
             raise UserError(f"{word} would leave the run named after {self.precision}. Set it with --precision.")
 
@@ -68,22 +63,21 @@ class DemoOptions:
         return 0 if words[-1:] == ["trainer.val_only=true"] else self.steps
 
 
-def run_demo(options: DemoOptions, console: Console, trainer: Sequence[str] = VERL) -> int:
+def run_demo(options: DemoOptions, trainer: Sequence[str] = VERL) -> int:
     """Run the demo and return the exit status: 0, 1 after a failure, 128 + signal after an interruption.
 
     ``trainer``: program to which the overrides are appended.
     """
     recipe = cache.Recipe(policy=POLICIES[options.policy])
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
-    say = _printer(console)
     try:
         with signals_raise():
             device = choose_device(options.device)
-            prepared = _prepare(options, recipe, paths, device, say)
+            prepared = _prepare(options, recipe, paths, device)
             say(f"log: {paths.log}")
-            if not _train(options, paths, prepared, device, trainer, console):
+            if not _train(options, paths, prepared, device, trainer):
                 return 1
-            if options.baseline and options.last_step and not _measure_baseline(options, paths, prepared, device, say):
+            if options.baseline and options.last_step and not _measure_baseline(options, paths, prepared, device):
                 return 1
     except Interrupted as interruption:
         say(f"interrupted by {interruption}; everything that was started has ended")
@@ -104,28 +98,22 @@ def run_demo(options: DemoOptions, console: Console, trainer: Sequence[str] = VE
     return 0
 
 
-def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str, say) -> cache.Prepared:
+def _prepare(options: DemoOptions, recipe: cache.Recipe, paths: RunPaths, device: str) -> cache.Prepared:
     """Data, policy and the folder of the run; the folder first, since the warm-up takes a minute."""
     prepared = cache.find(recipe, options.cache)
     with writing(options.out, "--out"):
         paths.folder.mkdir(parents=True)
     if prepared is None:
         say(f"preparing data and policy in {options.cache} (kept for later runs)")
-        return cache.make(recipe, options.cache, device, say)
+        return cache.make(recipe, options.cache, device)
     say(f"data and policy from {prepared.folder}")
     return prepared
 
 
 def _train(
-    options: DemoOptions,
-    paths: RunPaths,
-    prepared: cache.Prepared,
-    device: str,
-    trainer: Sequence[str],
-    console: Console,
+    options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str, trainer: Sequence[str]
 ) -> bool:
     """Whether verl ran all steps; prints the reason if not."""
-    say = _printer(console)
     overrides = build_overrides(options.precision, prepared, paths, device, options.steps)
     if device == "cpu" and options.precision == "jet_fp8" and POLICIES[options.policy].experts:
         # `auto` is stock on a CPU, and stock operations do not support a mixture.
@@ -134,22 +122,22 @@ def _train(
         overrides += ["trainer.save_freq=1", "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]"]
     command = [*trainer, *overrides, *options.overrides]
     tracker = Tracker(paths.log, paths.metrics, options.steps)
-    status = watch(command, build_environment(paths, device), paths, tracker, console)
+    status = watch(command, build_environment(paths, device), paths, tracker)
     paths.facts.write_text(json.dumps(_facts(options, paths, prepared, device, tracker, command), indent=2))
     if status == 0 and tracker.step >= options.last_step:
         return True
-    _say_failure(f"verl ended with status {status} after step {tracker.step} of {options.steps}", paths.log, say)
+    _say_failure(f"verl ended with status {status} after step {tracker.step} of {options.steps}", paths.log)
     if paths.ray_logs.exists():
         say(f"Ray's own logs: {paths.ray_logs}")
     return False
 
 
-def _say_failure(sentence: str, log: Path, say) -> None:
+def _say_failure(sentence: str, log: Path) -> None:
     for line in (f"{sentence}:", *(f"  {line}" for line in last_errors(log)), f"full log: {log}"):
         say(line)
 
 
-def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str, say) -> bool:
+def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Prepared, device: str) -> bool:
     """Measure ``fp8_rollout`` on some of the policies that sampled in the run. Returns whether that succeeded."""
     checkpoints = paths.folder / "checkpoints"
     last = _BASELINE_POLICIES - 1
@@ -170,13 +158,11 @@ def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Pre
     environment = build_environment(paths, device) | engine_environment(device == "cuda")
     log = folder / "run.log"
     with ProcessTree(command, environment, log) as tree:
-        for _ in tree.follow():
-            pass
-        status = tree.poll()
+        status = tree.wait()
     if status == 0:
         shutil.rmtree(checkpoints, ignore_errors=True)
         return True
-    _say_failure(f"the measurement of fp8_rollout (--no-baseline omits it) ended with status {status}", log, say)
+    _say_failure(f"the measurement of fp8_rollout (--no-baseline omits it) ended with status {status}", log)
     return False
 
 
@@ -229,9 +215,4 @@ def _facts(
 def _device_name(device: str) -> str:
     if device == "cpu":
         return f"CPU, {len(os.sched_getaffinity(0))} cores"
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.partition("\n")[0].strip()
-
-
-def _printer(console: Console):
-    return lambda line: console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return "".join(name for name, _ in nvidia_smi()[:1])

@@ -23,7 +23,7 @@ from jetrl_verl.inputs import UserError
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.tools import launch
-from jetrl_verl.tools.launch import precision_word
+from jetrl_verl.tools.launch import precision_word, say
 from jetrl_verl.tools.memory.shapes import Model, find_config, model_of
 from jetrl_verl.tools.memory.terms import (
     GIB,
@@ -77,10 +77,6 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
     for precision, phases in columns.items():
         of_request = model.request_bytes(longest, UNQUANTIZED if precision == "bf16" else kv_cache, prefixes)
         tokens[precision] = phases["rollout"]["KV cache"] * tp / of_request * longest
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
     together = f"{gpus} + {rollout_gpus}" if rollout_gpus else gpus
     say(
         f"{name}: {model.parameters / 1e9:.2f}B parameters, {together} GPUs of {gib:g} GiB, rollout TP {tp}, "

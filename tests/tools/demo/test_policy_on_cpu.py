@@ -1,10 +1,11 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's policy, tokenizer and warm-up in transformers and verl's agent loop; its overrides; its baseline."""
+"""The demo's policy, tokenizer and warm-up in transformers and verl's agent loop; its cache, overrides and baseline."""
 
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from hydra import compose, initialize_config_module
 
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.tools.demo import baseline
-from jetrl_verl.tools.demo.cache import Prepared
+from jetrl_verl.tools.demo import baseline, cache
+from jetrl_verl.tools.demo.cache import Prepared, Recipe
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_PROMPT_TOKENS, MAX_RESPONSE_TOKENS, build_overrides
 from jetrl_verl.tools.demo.policy import CHARACTERS, POLICIES, PolicyConfig, build_model, build_tokenizer, save_policy
 from jetrl_verl.tools.demo.task import Problem, TaskConfig, make_splits, write_parquet
@@ -138,3 +139,57 @@ def test_the_engine_measures_one_policy_after_another(tmp_path):
     assert [record["step"] for record in records] == [1, 5, 9]
     k3_kls = [record["data"][baseline.METRIC] for record in records]
     assert all(0 < k3_kl < 0.05 for k3_kl in k3_kls), k3_kls
+
+
+RECIPE = Recipe(
+    task=TaskConfig(digits=2, warmup=64, train=8, test=4),
+    policy=PolicyConfig(hidden_size=128, layers=1, heads=1, intermediate_size=128),
+    warmup=WarmupConfig(target=1e-40, max_steps=10, batch_size=8, check_problems=8),
+)
+
+
+@pytest.fixture(scope="module")
+def filled(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cache")
+    return folder, cache.make(RECIPE, folder, "cpu")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        replace(RECIPE, task=replace(RECIPE.task, seed=8)),
+        replace(RECIPE, policy=replace(RECIPE.policy, layers=2)),
+        replace(RECIPE, warmup=replace(RECIPE.warmup, lr=1e-3)),
+    ],
+)
+def test_every_setting_changes_the_key(changed):
+    assert changed.key != RECIPE.key
+
+
+def test_code_changes_the_key(monkeypatch, tmp_path):
+    edited = tmp_path / "task.py"
+    edited.write_text("# another version\n")
+    before = RECIPE.key
+    monkeypatch.setattr(cache.task, "__file__", str(edited))
+    assert RECIPE.key != before
+
+
+def test_an_entry_is_used_for_its_own_recipe_only(filled):
+    folder, made = filled
+    entry = cache.find(RECIPE, folder)
+    assert entry == made and entry.facts["warmup_steps"] == RECIPE.warmup.check_every
+    assert entry.train.is_file() and entry.test.is_file() and (entry.policy / "config.json").is_file()
+    assert cache.find(replace(RECIPE, task=replace(RECIPE.task, seed=8)), folder) is None
+
+
+def test_an_interrupted_warm_up_leaves_no_entry(filled, tmp_path, monkeypatch):
+    folder, made = filled
+    assert [path.name for path in folder.iterdir()] == [made.folder.name]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.warmup, "warm_up", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        cache.make(RECIPE, tmp_path, "cpu")
+    assert list(tmp_path.iterdir()) == []

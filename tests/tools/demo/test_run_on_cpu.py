@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from jetrl_verl.cli import app
@@ -43,9 +43,9 @@ def run_fake(
     behaviour: str, out: Path, *overrides: str, steps: int = 3, baseline: bool = False
 ) -> tuple[int, str, Path]:
     """Exit status, console output and run folder of the driver with the fake trainer."""
-    screen = io.StringIO()
     options = DemoOptions("jet_fp8", steps, out, out / "cache", "cpu", overrides=overrides, baseline=baseline)
-    status = run_demo(options, Console(file=screen, width=200), trainer=(*FAKE, behaviour))
+    with redirect_stdout(io.StringIO()) as screen:
+        status = run_demo(options, trainer=(*FAKE, behaviour))
     (folder,) = out.glob("jet_fp8-*")
     return status, screen.getvalue(), folder
 
@@ -152,7 +152,6 @@ def test_ending_before_the_last_step_is_a_failure(prepared, tmp_path):
 DRIVER = """
 import sys
 from pathlib import Path
-from rich.console import Console
 from functools import partial
 from jetrl_verl.tools import launch
 from jetrl_verl.tools.demo import cache
@@ -161,7 +160,7 @@ from jetrl_verl.tools.demo.run import DemoOptions, run_demo
 out = Path(sys.argv[1])
 launch.ProcessTree = partial(launch.ProcessTree, grace=2.0)
 cache.find = lambda recipe, folder: cache.Prepared(out, {})
-sys.exit(run_demo(DemoOptions("jet_fp8", 3, out, out, "cpu", baseline=False), Console(), trainer=sys.argv[2:]))
+sys.exit(run_demo(DemoOptions("jet_fp8", 3, out, out, "cpu", baseline=False), trainer=sys.argv[2:]))
 """
 
 
@@ -243,7 +242,6 @@ def test_compiled_kernels_outlive_the_temporary_folder_of_a_run(tmp_path, monkey
     )
     environment = build_environment(RunPaths(tmp_path), "cpu")
     with ProcessTree([sys.executable, "-c", show], environment, tmp_path / "log") as tree:
-        for _ in tree.follow():
-            pass
+        tree.wait()
     temporary, compiled = seen.read_text().split()
     assert not compiled.startswith(temporary)

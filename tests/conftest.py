@@ -160,6 +160,16 @@ def cpu_platform() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_process_group(tmp_path) -> Iterator[None]:
+    """torch's process group of this process alone."""
+    import torch
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def own_trainer(cpu_platform, monkeypatch):
     """verl's trainer module; hooks that a test registers are removed afterwards."""
     from verl.trainer.ppo.v1 import trainer_base

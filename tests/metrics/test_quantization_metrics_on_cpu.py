@@ -353,13 +353,6 @@ def test_one_nan_weight_makes_the_gradient_norm_non_finite():
     assert not norm.isfinite()
 
 
-@pytest.fixture
-def one_process_group(tmp_path):
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def test_fsdp2_gives_the_metrics_of_the_plain_model(one_process_group):
     """The sampler is built before FSDP wraps the model; a running layer has the gathered BF16 weight."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

@@ -1,9 +1,12 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Zero mismatch on a GPU by model family, with torch.compile, CUDA graphs and FlashAttention 3. The checks are those of
-test_exact_rollout_on_cpu.py; each family has its own process, since an engine leaves memory and graphs."""
+"""Zero mismatch on a GPU by model family, with torch.compile, CUDA graphs and FlashAttention 3, also next to images.
+The checks are those of test_exact_rollout_on_cpu.py and test_images_on_cpu.py; each has its own process, since an
+engine leaves memory and graphs."""
 
 import multiprocessing
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,8 @@ import torch
 
 FAMILIES = ("llama", "qwen2", "qwen2_5_vl", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_moe", "qwen3_vl")
 SEEDS = (11, 12, 13)
+MEMORY = dict(gpu_memory_utilization=0.05, kv_cache_memory_bytes=2**28)
+"""Fixed: other jobs may use the GPU."""
 
 
 def check_family(family: str, folder: str, kv_cache: str) -> None:
@@ -32,8 +37,7 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         options,
         load_format="dummy",
         enforce_eager=False,
-        gpu_memory_utilization=0.05,
-        kv_cache_memory_bytes=2**28,  # fixed: other jobs may use the GPU
+        **MEMORY,
         **checks.crowded(family),
     )
     worker.monkey_patch_model(checks.TOKENS, checks.BANNED)
@@ -51,11 +55,31 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         checks.test_prompt_log_probabilities_are_equal_too(rollout)
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("family", "kv_cache"), [*((family, "bf16") for family in FAMILIES), ("qwen3", "fp8")])
-def test_log_probabilities_are_equal_in_every_bit(family, kv_cache, tmp_path):
-    arguments = (family, str(tmp_path), kv_cache)
-    process = multiprocessing.get_context("spawn").Process(target=check_family, args=arguments)
+def check_images(family: str, folder: str) -> None:
+    """In a process of its own."""
+    import os
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import test_images_on_cpu as checks
+
+    checks.check(family, Path(folder), "cuda", enforce_eager=False, **MEMORY)
+
+
+def run(function: Callable[..., None], *arguments: str) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=function, args=arguments)
     process.start()
     process.join()
     assert process.exitcode == 0
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("family", "kv_cache"), [*((family, "bf16") for family in FAMILIES), ("qwen3", "fp8")])
+def test_log_probabilities_are_equal_in_every_bit(family, kv_cache, tmp_path):
+    run(check_family, family, str(tmp_path), kv_cache)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(find_spec("torchvision") is None, reason="transformers' processors of images and videos need it")
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl"])
+def test_text_is_exact_next_to_images_which_are_close(family, tmp_path):
+    run(check_images, family, str(tmp_path))

@@ -5,7 +5,6 @@ scaling."""
 
 import logging
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -162,16 +161,16 @@ def test_scaling_changes_the_actor_alone_and_not_its_policy(rank, folder):
 @in_two_processes
 def test_a_scaled_checkpoint_records_its_factor(rank, start, folder, scaled_folder, tmp_path):
     """Exported BF16 weights are the masters without the factor; another factor is refused."""
-    folder, root = {"folder": folder, "scaled_folder": scaled_folder}[start], str(tmp_path)
+    folder = {"folder": folder, "scaled_folder": scaled_folder}[start]
     options = dict(precision="qurl_fp8", train="bf16", invariant_scaling=1.5)
     engine = build(folder, **options)
     train(engine, rank)
-    checkpoint = Path(root) / "global_step_1" / "actor"
+    checkpoint = tmp_path / "global_step_1" / "actor"
     engine.save_checkpoint(str(checkpoint), global_step=1)
     stream, weights = sent(engine), masters(engine)
     if rank == 0:
-        export(checkpoint, Path(root) / "out", ExportOptions())
-        bf16, fp8 = (load_file(Path(root) / "out" / name / "model.safetensors") for name in ("bf16", "fp8"))
+        export(checkpoint, tmp_path / "out", ExportOptions())
+        bf16, fp8 = (load_file(tmp_path / "out" / name / "model.safetensors") for name in ("bf16", "fp8"))
         for name, tensor in unfolded(weights.items(), 1.5, family(engine.module.config)):
             assert torch.equal(bf16[name], tensor.bfloat16()), name
         for name, tensor in fp8.items():

@@ -5,7 +5,6 @@
 import gc
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from streams import unstacked
@@ -73,13 +72,6 @@ def check(mesh, gathers: Gather | None = None) -> dict[str, torch.Tensor]:
     vectors = [item for item in items if names_of(item[0])[0] == "layers.0.norm"]
     assert [name.names for name, _ in vectors] == [names for names in stacks if "layers.1.norm" in names]
     return tensors
-
-
-@pytest.fixture
-def one_process_group(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @in_two_processes

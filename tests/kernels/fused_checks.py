@@ -5,6 +5,7 @@ bits of the plain operation, and no write outside their outputs."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from backends import triton_kernels
@@ -90,6 +91,18 @@ def bf16(case: Callable, m: int, k: int, device: str, seed: int = 0) -> torch.Te
     return x.flatten().roll(7919 * seed).view(m, k).to(device)
 
 
+def check_forms(run: Callable, plain: torch.Tensor, rule: str) -> None:
+    """``run(with_rows)`` gives the plain rows, or None without them, and their qdata."""
+    qdata = reference.quantize_1x128(plain.cpu(), rule)
+    for with_rows in (True, False):
+        rows, q = run(with_rows)
+        assert_same_bytes(q, qdata)
+        if with_rows:
+            assert_same_bits(rows, plain)
+        else:
+            assert rows is None
+
+
 def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
     """Alone and after a residual sum, with and without the BF16 rows."""
     x, residual, weight = bf16(case, m, k, device), bf16(gaussian, m, k, device, 1), bf16(gaussian, 1, k, device, 2)[0]
@@ -102,11 +115,9 @@ def check_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
             y, total, own_rstd, q = launch_rms_norm(x, added, weight, EPS, rule, with_normed, unit_offset=unit_offset)
             assert_same_bytes(q, qdata)
             assert_same_bits(own_rstd, rstd)
-            if with_normed:
-                assert_same_bits(y, plain)
-            else:
-                assert y is None
             assert_same_bits(total, summed)
+            assert (y is None) == (not with_normed)
+            assert_same_bits(plain if y is None else y, plain)
 
 
 def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: str, slots: int = 2) -> None:
@@ -123,29 +134,21 @@ def check_norm_after_experts(case: Callable, m: int, k: int, rule: str, device: 
     outputs = triton_kernels.combine_add_rms_norm(y, row, *of_norm, unit_offset)
     for got, want in zip(outputs, (normed, total), strict=True):
         assert_same_bits(got, want)
-    qdata = reference.quantize_1x128(normed.cpu(), rule)
-    for with_normed in (True, False):
-        call = y, row, *of_norm, rule, with_normed, unit_offset
+
+    def run(with_rows: bool) -> tuple:
+        call = y, row, *of_norm, rule, with_rows, unit_offset
         rows, own_total, q = triton_kernels.combine_add_rms_norm_quantize_1x128(*call)
-        assert_same_bytes(q, qdata)
         assert_same_bits(own_total, total)
-        if with_normed:
-            assert_same_bits(rows, normed)
-        else:
-            assert rows is None
+        return rows, q
+
+    check_forms(run, normed, rule)
 
 
 def check_silu_mul(case: Callable, m: int, k: int, rule: str, device: str) -> None:
     """Operands that are halves of one tensor, every combination of outputs."""
     gate, up = torch.cat([bf16(case, m, k, device), bf16(gaussian, m, k, device, 1)], dim=1).chunk(2, dim=1)
-    plain = triton_kernels.silu_mul(gate, up)
-    rows = reference.quantize_1x128(plain.cpu(), rule)
-    for with_product in (True, False):
-        y, q = triton_kernels.silu_mul_quantize(gate, up, rule, with_product)
-        assert_same_bytes(q, rows)
-        if with_product:
-            assert_same_bits(y, plain)
-        assert (y is None) == (not with_product)
+    run = partial(triton_kernels.silu_mul_quantize, gate, up, rule)
+    check_forms(run, triton_kernels.silu_mul(gate, up), rule)
 
 
 def check_silu_mul_backward(case: Callable, m: int, k: int, rule: str, device: str) -> None:
@@ -164,12 +167,8 @@ def check_sigmoid_mul(case: Callable, m: int, k: int, rule: str, device: str) ->
     """Operands that are heads of one tensor, as of a gated query, every combination of outputs."""
     x, gate = (bf16(inputs, m, k, device, seed) for seed, inputs in enumerate((case, gaussian)))
     x, gate = torch.stack([x, gate], dim=1).view(m, 2, k // 128, 128).transpose(1, 2).contiguous().unbind(2)
-    plain = triton_kernels.sigmoid_mul(x, gate)
-    rows = reference.quantize_1x128(plain.cpu(), rule)
-    for with_product in (True, False):
-        y, q = triton_kernels.sigmoid_mul_quantize(x, gate, rule, with_product)
-        assert_same_bytes(q, rows)
-        assert y is None if not with_product else torch.equal(y.view(torch.int16), plain.view(torch.int16))
+    run = partial(triton_kernels.sigmoid_mul_quantize, x, gate, rule)
+    check_forms(run, triton_kernels.sigmoid_mul(x, gate), rule)
 
 
 def check_gated_norm(case: Callable, m: int, k: int, rule: str, device: str) -> None:
@@ -179,11 +178,7 @@ def check_gated_norm(case: Callable, m: int, k: int, rule: str, device: str) -> 
     of_norm = bf16(gaussian, 1, 128, device, 2)[0], EPS
     plain = triton_kernels.gated_rms_norm(o, z, *of_norm)
     assert_same_bits(triton_kernels.gated_rms_norm(o[:1], z[:1], *of_norm), plain[:1])
-    rows = reference.quantize_1x128(plain.cpu(), rule)
-    for with_normed in (True, False):
-        y, q = triton_kernels.gated_rms_norm_quantize(o, z, *of_norm, rule, with_normed)
-        assert_same_bytes(q, rows)
-        assert y is None if not with_normed else torch.equal(y.view(torch.int16), plain.view(torch.int16))
+    check_forms(partial(triton_kernels.gated_rms_norm_quantize, o, z, *of_norm, rule), plain, rule)
 
 
 CHECKS = (

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from backends import triton_kernels
-from tensors import SCALES, assert_seen, every_maximum, every_number, normal
+from tensors import SCALES, assert_seen, every_maximum, every_number, merged_heads, normal, same_bytes
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
@@ -442,22 +442,8 @@ def test_write_and_read_kv(block_size):
     assert all(same(a, b) for a, b in zip(got, want, strict=True))
 
 
-def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-
-
 WRITES = [(1, 1, 1, 16), (9, 3, 3, 48), (3, 32, 4, 16), (21, 7, 1, 32), (0, 2, 2, 16)]
 """Tokens, heads of queries, of keys and values, tokens of a page."""
-
-
-def merged_heads(tokens: int, heads: int, kv_heads: int, width: int = 128) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values of a merged projection; keys with a zero head, an outlier, an Inf and a NaN."""
-    qkv = normal(tokens, heads + 2 * kv_heads, width)
-    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
-    for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
-        for token, number in enumerate(numbers[:tokens]):
-            x[token, 5:] = number
-    return q, k, v
 
 
 def write_slots(tokens: int, pages: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -488,7 +474,7 @@ def test_norm_rotary_write_matches_norm_rotary_and_a_copy(tokens, heads, kv_head
         part[slots[stored] // block_size, slots[stored] % block_size] = x[: len(slots)][stored]
     out = triton_kernels.norm_rotary_write(*call, *got.unbind(1), slots)
     assert out.is_contiguous() and same_bytes(out, q_want)
-    assert same_bytes(got.contiguous(), want.contiguous())
+    assert same_bytes(got, want)
 
 
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "block_size"), WRITES)

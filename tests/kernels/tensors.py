@@ -22,6 +22,20 @@ def packed(*lengths: int) -> torch.Tensor:
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
+def merged_heads(tokens: int, heads: int, kv_heads: int, width: int = 128, device: str = "cpu") -> list[torch.Tensor]:
+    """Queries, keys and values of a merged projection; keys and values with zeros, outliers, Inf and NaN."""
+    q, k, v = normal(tokens, heads + 2 * kv_heads, width, device=device).split([heads, kv_heads, kv_heads], dim=1)
+    for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
+        for token, number in enumerate(numbers[:tokens]):
+            x[token, 5:] = number
+    return [q, k, v]
+
+
+def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes, in whatever order they lie in memory."""
+    return torch.equal(*(x.contiguous().view(torch.uint8) for x in (got, want)))
+
+
 def of_every_size(x: torch.Tensor) -> torch.Tensor:
     """Tokens' heads times powers of two from 2^-40 to 2^20."""
     return x * 2.0 ** (torch.arange(len(x), device=x.device) % 61 - 40)[:, None, None].to(x.dtype)

@@ -7,6 +7,7 @@ import pytest
 import reference_operations as reference
 import torch
 from reference_operations import EPS, ROUNDING
+from tensors import merged_heads, packed, same_bytes
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import dispatch
@@ -18,10 +19,6 @@ COUNTS = [1, 2, 3, 7, 16, 17, 64, 65, 100, 128, 129, 257, 1000, 4096]
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16().cuda()
-
-
-def sequences(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).cuda()
 
 
 @pytest.mark.parametrize("unit_offset", [False, True])
@@ -179,24 +176,17 @@ def heads_for_a_cache(
     tokens: int, heads: int, kv_heads: int, slots: int, width=128, rotary_dim=128, unit_offset=False
 ) -> tuple[tuple, torch.Tensor]:
     """A merged projection's heads, the other operands up to the positions, and slots: scattered, some -1, and none for
-    the last token, which is padding. Keys and values have zeros, outliers, Inf and NaN."""
-    q, k, v = normal(tokens, heads + 2 * kv_heads, width).split([heads, kv_heads, kv_heads], dim=1)
-    for x, numbers in ((k[:, -1], (0.0, 3e4, float("inf"), float("nan"))), (v[:, 0], (float("nan"), 0.0, -3e38))):
-        for token, number in enumerate(numbers[:tokens]):
-            x[token, 5:] = number
+    the last token, which is padding."""
+    qkv = merged_heads(tokens, heads, kv_heads, width, "cuda")
     table = kernels.rotary_table(rotary_dim, 8192, {"rope_theta": 1e6}).cuda()
     of_tokens = torch.randperm(slots, device="cuda")[:tokens]
     of_tokens[2::5] = -1
     positions = torch.randint(0, 8192, (tokens,), device="cuda")
     weights = normal(width, seed=2), normal(width, seed=3)
-    return (q, k, v, *weights, EPS, table, positions, unit_offset), of_tokens[: tokens - (tokens > 2)]
+    return (*qkv, *weights, EPS, table, positions, unit_offset), of_tokens[: tokens - (tokens > 2)]
 
 
 OF_CACHES = [(32, 4), (32, 8), (16, 8), (7, 1), (1, 1)]
-
-
-def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
-    return torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("block_size", [16, 48, 256])
@@ -269,7 +259,7 @@ def test_a_captured_write_follows_the_slots_of_its_replay(fp8):
 @pytest.mark.parametrize("head_dim", kernels.HEAD_DIMS)
 def test_gradients_of_attention(head_dim):
     lengths, scale = (130, 1, 64), head_dim**-0.5
-    cu = sequences(*lengths)
+    cu = packed(*lengths).cuda()
     case = (
         lambda q, k, v: kernels.attention(q, k, v, cu, max(lengths), scale),
         lambda q, k, v: reference.attention(q, k, v, cu.cpu(), scale),

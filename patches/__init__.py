@@ -21,6 +21,7 @@ MODULES = (
     "generation",
     "hybrid_on_cpu",
     "log_probs",
+    "micro_batches",
     "process_group_on_cpu",
     "reloadable_weights_on_cpu",
     "replay_buffer",

@@ -3,7 +3,9 @@
 """The module whose names a patch's replacement reads, wherever the replacement came from."""
 
 import importlib
+import importlib.util
 import sys
+from importlib import metadata
 from types import ModuleType
 
 from jetrl_verl.patches.patch import Patch
@@ -21,3 +23,12 @@ def home(patch: Patch) -> ModuleType:
     """Ours if the patch was applied at run time, the target's if it was written into the source."""
     patch.apply()
     return sys.modules[patch.by.__module__ if hasattr(current(patch), "_jetrl_stock") else patch.module]
+
+
+def released(patch: Patch):
+    """The function of the installed release, patched or not."""
+    path = metadata.distribution(patch.project).locate_file(patch.path)
+    spec = importlib.util.spec_from_file_location(patch.module, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, patch.function)

@@ -44,6 +44,7 @@ class Tripwire(Feature):
             passed.append((data, model_output["log_probs"].detach()))
             return loss_function(model_output=model_output, data=data, dp_group=dp_group)
 
+        observed.func = loss_function  # as of a partial: the patched function asks whose loss it is
         outputs = stock(data, observed, forward_only=forward_only)
         of_ranks: list[Difference | None] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, _first_difference(passed))

@@ -4,21 +4,9 @@
 
 import pytest
 import torch
-from patch_home import current, home
+from patch_home import current, home, released
 
 from jetrl_verl.patches.log_probs import LOG_PROBS
-
-
-def stock_function():
-    """verl's released function, patched or not."""
-    import importlib.util
-    from importlib import metadata
-
-    path = metadata.distribution("verl").locate_file(LOG_PROBS.path)
-    spec = importlib.util.spec_from_file_location(LOG_PROBS.module, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.logprobs_from_logits_v2
 
 
 def check(device: str, dtype: torch.dtype, autocast: bool, shape: tuple[int, ...], monkeypatch) -> None:
@@ -30,7 +18,7 @@ def check(device: str, dtype: torch.dtype, autocast: bool, shape: tuple[int, ...
     labels = torch.randint(0, vocabulary, shape[:-1], generator=generator).to(device)
     upstream = torch.randn(shape[:-1], generator=generator).to(device)
     results = []
-    for function in (stock_function(), current(LOG_PROBS)):
+    for function in (released(LOG_PROBS), current(LOG_PROBS)):
         leaf = logits.clone().requires_grad_()
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             values = function(leaf, labels)

@@ -24,6 +24,7 @@ OWN_TESTS = {
     "patches/test_cpu_platform_on_cpu.py": "",
     "patches/test_generation_on_cpu.py": "",
     "patches/test_log_probs_on_cpu.py": "",
+    "patches/test_micro_batches_on_cpu.py": "",
     "patches/test_replay_buffer_on_cpu.py": "",
     "patches/test_weight_sync_on_cpu.py": "",
     "faults/test_two_runs_on_cpu.py": "::test_the_patched_sender_and_receiver_share_an_address",

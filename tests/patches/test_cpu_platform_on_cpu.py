@@ -3,6 +3,7 @@
 """Patches of the CPU platform: process group, FSDP, reloadable BF16 weights, forked processes, hybrid models."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,8 +25,6 @@ def test_the_process_group_uses_gloo_on_the_cpu(cpu_platform, monkeypatch, reque
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_only_on_the_cpu_a_reference_policy_uses_no_pinned_memory(cpu_platform, monkeypatch, device):
-    from types import SimpleNamespace
-
     from verl.utils import device as verl_device
     from verl.utils import fsdp_utils
 
@@ -135,8 +134,6 @@ def test_bf16_experts_keep_their_parameters_on_the_cpu_platform(monkeypatch, bf1
 @NEW_EXPERTS
 @pytest.mark.parametrize("inner", [64, 48], ids=["aligned", "padded by vLLM"])
 def test_bf16_experts_multiply_with_their_parameters(monkeypatch, inner):
-    from types import SimpleNamespace
-
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -173,8 +170,6 @@ def test_engine_processes_fork_only_on_the_cpu_platform(monkeypatch, platform, m
 
 @pytest.mark.skipif(not hybrid_on_cpu.COPY_STATES.applies, reason="of vLLM 0.24")
 def test_vllm_0_24_runs_hybrids_on_the_cpu_as_0_29_does(monkeypatch):
-    from types import SimpleNamespace
-
     from vllm.config.model import ModelConfig
     from vllm.v1.worker import mamba_utils
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner

@@ -177,27 +177,24 @@ def test_a_mixture_is_supported_by_the_fp8_flow_and_refused_elsewhere(
 
 
 @pytest.mark.parametrize("script", VARIANTS)
-def test_sequences_are_packed_without_flash_attention_by_default(recipe_words, compose, script):
-    config = compose(recipe_words(script, "jet_fp8", {**VARIANTS[script][0], "FAKE_STATUS": "1"}))
+@pytest.mark.parametrize(
+    ("precision", "setting", "attention"),
+    [
+        ("jet_fp8", {"FAKE_STATUS": "1"}, JETRL_ATTENTION),  # flash-attn is not installed
+        ("bf16", {"ATTENTION": "flash_attention_2"}, None),  # verl's own
+        ("jet_fp8", {"ATTENTION": "sdpa"}, "sdpa"),
+    ],
+    ids=["default", "flash-attn", "sdpa"],
+)
+def test_sequences_are_packed_and_split_over_ranks_unless_attention_is_sdpa(
+    recipe_words, compose, script, precision, setting, attention
+):
+    config = compose(recipe_words(script, precision, VARIANTS[script][0] | setting))
     model = config.actor_rollout_ref.model
-    assert model.override_config.attn_implementation == JETRL_ATTENTION and model.use_remove_padding
-    ranks = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}
-    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == ranks.get(script, 1)
-
-
-@pytest.mark.parametrize("script", VARIANTS)
-def test_flash_attention_is_verls_own(recipe_words, compose, script):
-    model = compose(recipe_words(script, "bf16", {**VARIANTS[script][0], "ATTENTION": "flash_attention_2"}))
-    model = model.actor_rollout_ref.model
-    assert "attn_implementation" not in (model.override_config or {}) and model.use_remove_padding
-
-
-@pytest.mark.parametrize("script", VARIANTS)
-def test_sdpa_pads_and_turns_off_sequence_parallelism(recipe_words, compose, script):
-    config = compose(recipe_words(script, "jet_fp8", {**VARIANTS[script][0], "ATTENTION": "sdpa"}))
-    model = config.actor_rollout_ref.model
-    assert model.override_config.attn_implementation == "sdpa" and not model.use_remove_padding
-    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == 1
+    assert (model.override_config or {}).get("attn_implementation") == attention
+    assert model.use_remove_padding == (attention != "sdpa")
+    ranks = {"dapo/run_qwen2_5_7b.sh": 4, "dapo/run_qwen2_5_32b.sh": 8}.get(script, 1)
+    assert config.actor_rollout_ref.actor.ulysses_sequence_parallel_size == (1 if attention == "sdpa" else ranks)
     validate_config(config, need_reference_policy(config), use_critic=False)
 
 

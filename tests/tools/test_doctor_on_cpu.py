@@ -293,10 +293,6 @@ def test_the_command_prints_remedies_and_a_verdict(gpu_machine, monkeypatch):
     assert result.exit_code == 1
     assert "plugin in Ray workers: install the same version there" in result.stdout
     assert "[old]" in result.stdout and "1 thing to fix" in result.stdout
-
-
-def test_no_ray_skips_the_workers(gpu_machine):
-    del gpu_machine["ray"]
     result = CliRunner().invoke(app, ["doctor", "--no-ray", "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["ok"] is True

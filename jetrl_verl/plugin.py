@@ -19,7 +19,7 @@ PATCHED_FOR_EVERY_PRECISION = {
     "micro_batches": ("verl.utils.tensordict_utils", "verl.workers.engine.fsdp.transformer_impl"),
     "replay_buffer": ("verl.trainer.ppo.v1.replay_buffer",),
     "equal_lengths": ("verl.utils.tensordict_utils",),
-    "attention_name": ("verl.utils.model",),
+    "attention_name": ("verl.utils.model", "verl.models.transformers.monkey_patch"),
     "two_runs": ("verl.workers.rollout.vllm_rollout.vllm_rollout", "verl.workers.rollout.vllm_rollout.utils"),
     "weight_sync": (
         "verl.workers.rollout.vllm_rollout.vllm_rollout",

@@ -4,10 +4,12 @@
 
 verl writes ``override_config.attn_implementation`` into the saved ``config.json``, where a process without this plugin
 cannot resolve our name (train/varlen_attention.py). Its loader of a critic always asks for ``flash_attention_2``;
-without flash-attn PPO then ends with "is not a value head model, please install trl". A vision tower attends in both
+without flash-attn PPO then ends with "is not a value head model, please install trl". It gives Qwen2.5-VL an attention
+that calls flash-attn whatever the name; the layers keep transformers', which reads it. A vision tower attends in both
 directions and gets transformers' sdpa.
 """
 
+from types import MethodType
 from typing import Any
 
 from jetrl_verl.patches.patch import Patch
@@ -39,6 +41,20 @@ def load_valuehead_model(stock, local_path: str, torch_dtype: Any, model_config:
     )
 
 
+_FORWARDS: dict[type, Any] = {}
+"""Classes of Qwen2.5-VL's attention -> transformers' forward, which verl replaces in a process for good."""
+
+
+def apply_monkey_patch(stock, model: Any, *args: Any, **kwargs: Any) -> None:
+    layers = [module for module in model.modules() if type(module).__name__ == "Qwen2_5_VLAttention"]
+    for layer in layers:
+        _FORWARDS.setdefault(type(layer), type(layer).forward)
+    stock(model, *args, **kwargs)
+    for layer in layers:
+        if layer.config._attn_implementation != "flash_attention_2":
+            layer.forward = MethodType(_FORWARDS[type(layer)], layer)
+
+
 CONFIGURATION = Patch(
     replaces="verl.utils.model:update_model_config",
     sha256={"0.9.1": "1d048eca5b897ace15d7154d3e90d3a42062801b7520b6580419cbeb3308b5c9"},
@@ -57,4 +73,13 @@ VALUE_HEAD = Patch(
     until="verl passes override_config.attn_implementation on",
     needed=False,
 )
-PATCHES = (CONFIGURATION, VALUE_HEAD)
+LAYERS = Patch(
+    replaces="verl.models.transformers.monkey_patch:apply_monkey_patch",
+    sha256={"0.9.1": "bf01c8cab971780e6eb708d6271a911301b8fb35d41c6cf42108fa3934c6903e"},
+    by=apply_monkey_patch,
+    symptom="packed batches of Qwen2.5-VL need flash-attn whatever override_config.attn_implementation says",
+    upstream="its attention calls flash-attn alone; no issue is known",
+    until="verl's attention of Qwen2.5-VL reads the name",
+    needed=False,
+)
+PATCHES = (CONFIGURATION, VALUE_HEAD, LAYERS)

@@ -9,12 +9,12 @@ from tiny_models import tiny_config, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from jetrl_verl.patches.attention_name import CONFIGURATION, JETRL_ATTENTION, VALUE_HEAD
+from jetrl_verl.patches.attention_name import CONFIGURATION, JETRL_ATTENTION, LAYERS, VALUE_HEAD
 
 
 @pytest.fixture(autouse=True)
 def applied():
-    for patch in (CONFIGURATION, VALUE_HEAD):
+    for patch in (CONFIGURATION, VALUE_HEAD, LAYERS):
         patch.apply()
 
 
@@ -57,3 +57,25 @@ def test_other_attention_names_reach_a_critic_unchanged(tmp_path, monkeypatch, a
     )
     current(VALUE_HEAD)(str(tmp_path), torch.float32, config, False)
     assert requested == [attention]
+
+
+def test_packed_sequences_of_qwen2_5_vl_attend_by_the_requested_name(monkeypatch):
+    """verl's forward of its attention calls flash-attn, which is not here."""
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as of_2_5
+    from transformers.models.qwen2_vl import modeling_qwen2_vl as of_2
+
+    for name in ("Attention", "Model", "ForConditionalGeneration"):
+        for cls in (getattr(of_2_5, f"Qwen2_5_VL{name}"), getattr(of_2, f"Qwen2VL{name}")):
+            monkeypatch.setattr(cls, "forward", cls.forward)  # verl assigns them
+    model = tiny_model("qwen2_5_vl", attn_implementation="sdpa")
+    current(LAYERS)(model, use_remove_padding=True)
+    assert of_2_5.Qwen2_5_VLAttention.forward.__module__.startswith("verl."), "the class has verl's"
+    embeddings = torch.randn(1, 12, 256)
+    positions = torch.cat([torch.arange(5), torch.arange(7)]).expand(4, 1, 12)
+    packed, first, second = (
+        model.model.language_model(
+            inputs_embeds=embeddings[:, part], position_ids=positions[..., part], use_cache=False
+        )[0]
+        for part in (slice(0, 12), slice(0, 5), slice(5, 12))
+    )
+    torch.testing.assert_close(packed, torch.cat([first, second], dim=1))

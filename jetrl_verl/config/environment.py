@@ -29,6 +29,9 @@ def check_environment(job: Job, get: Get) -> None:
     check_models(job, get)
     if media := find_media(get, images=False):
         refuse("videos", precision=job.options.precision, what=media)
+    # A dataset class of the user's reads images as it likes.
+    if job.images and get("data.custom_cls.path") is None and find_spec("qwen_vl_utils") is None:
+        refuse("image_package", precision=job.options.precision, what="samples with images without qwen-vl-utils")
 
 
 def is_pinned(package: str, version: str) -> bool:

@@ -88,7 +88,7 @@ ELSEWHERE = {
     *("rollout_ranks_of_the_heads", "layer_shard_shape"),
     *("mixture_of_another_format", "mixture_with_stock_operations", "mixture_with_bf16_backward"),
     *("mixture_over_replicas", "npu", "rocm", "gpu_without_fp8", "gpu_other_than_hopper", "gpu_of_an_fp8_cache"),
-    *("no_flash_attention_3", "tensor_of_the_bucket", "videos"),
+    *("no_flash_attention_3", "tensor_of_the_bucket", "videos", "image_package"),
 }
 """Rows that test_environment_on_cpu.py, test_attention_on_cpu.py, test_workers_on_cpu.py and
 test_verl_overrides_on_cpu.py test."""

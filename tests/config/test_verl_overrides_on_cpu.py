@@ -4,6 +4,7 @@
 
 import json
 import re
+from importlib.util import find_spec
 
 import numpy as np
 import pyarrow.parquet
@@ -16,6 +17,7 @@ from tiny_models import WITH_TOWER
 from verl_overrides import SCRIPTS, SENTENCE, draws, driver_says, script_words, write_inputs
 
 import jetrl_verl.patches
+from jetrl_verl.config import environment
 from jetrl_verl.config.options import PRECISIONS
 from jetrl_verl.tools.memory.shapes import KNOWN
 
@@ -44,6 +46,7 @@ def driver(compose, monkeypatch, tmp_path):
     states = list(jetrl_verl.patches.installed_states())  # half of the driver's time, and the same for every set
     monkeypatch.setattr(jetrl_verl.patches, "installed_states", lambda: states)
     monkeypatch.setattr(transformers.utils, "is_torchvision_available", lambda: True)
+    monkeypatch.setattr(environment, "find_spec", lambda name: True if name == "qwen_vl_utils" else find_spec(name))
 
 
 @pytest.mark.usefixtures("driver")
@@ -98,11 +101,17 @@ SHARED = "jetrl.operations=shared"
 
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize("script", [script for script, (family, _) in SCRIPTS.items() if family in WITH_TOWER])
-def test_scripts_pass_with_images_where_the_run_need_not_be_exact(tmp_path, script):
+def test_scripts_pass_with_images_where_the_run_need_not_be_exact(tmp_path, monkeypatch, script):
     model, data = published(tmp_path / "model", SCRIPTS[script][1]), text(tmp_path, **IMAGE)
     inputs = [f"actor_rollout_ref.model.path={model}", f"data.train_files={data}", f"data.val_files={data}"]
     words = [*script_words(script), *inputs, SHARED]
     assert driver_says(["precision=jet_fp8", *words]) == ""
+    with monkeypatch.context() as without:
+        without.setattr(environment, "find_spec", lambda name: name != "qwen_vl_utils" or None)
+        assert driver_says(["precision=jet_fp8", *words]) == (
+            "samples with images without qwen-vl-utils is not supported with precision=jet_fp8: verl reads them with "
+            "it. Set up qwen-vl-utils."
+        )
     message = driver_says(["precision=jet_fp8_exact", *words])
     assert message.startswith(f"the column images of {data} (data.train_files) is not supported with precision=")
     assert SENTENCE.fullmatch(message)

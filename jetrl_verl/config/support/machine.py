@@ -169,6 +169,11 @@ MODEL_ROWS: dict[str, Row] = {
         "verl needs the model's processor, whose class imports it",
         instead="Set up torchvision",
     ),
+    "image_package": Row(
+        "samples with images without qwen-vl-utils",
+        "verl reads them with it",
+        instead="Set up qwen-vl-utils",
+    ),
     "text_of_stock_operations": Row(
         "text alone in Qwen2.5-VL",
         "verl's forward of it stops at a micro-batch without an image",

@@ -183,6 +183,7 @@ def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings
             for key in (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward")
         ),
         ({f"{ACTOR}.use_kl_loss": True, "jetrl.ref": "fp8"}, ""),
+        ({f"{ACTOR}.use_kl_loss": True, f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, ""),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ excludes, the two classes of docs/architecture.md, "Zero mismatch", and those th
 from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED
 
 from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, EXACT, MODEL, ROLLOUT, SHARED, VLLM
+from .scopes import ACTOR, ADAPTERS, EXACT, MODEL, ROLLOUT, SHARED, VLLM
 
 _PROCESSED = other_than("processed_logprobs")
 _NO_POLICY = Values("0 or below", lambda value: value is not None and float(value) <= 0, "1")
@@ -133,7 +133,9 @@ def _several_batches(get: Get) -> bool:
 
 
 def _divergence(get: Get) -> bool:
-    return _in_fp8(get) and bool(get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward"))
+    # The reference of adapters is the actor without them.
+    apart = _in_fp8(get) and not ADAPTERS.applies(get)
+    return apart and bool(get(f"{ACTOR}.use_kl_loss") or get("algorithm.use_kl_in_reward"))
 
 
 _RATIOS = "the ratios of later updates carry FP8's rounding"

@@ -34,6 +34,8 @@ _TABLE, _SCRIPTS = (
     for name in ("verl_values.yaml", "verl_scripts.yaml")
 )
 SCRIPTS = {
+    "lora/run_qwen3_8b_merge_fsdp": ("qwen3", "qwen3-8b"),
+    "run_qwen3_30b_a3b_fsdp": ("qwen3_moe", "qwen3-30b-a3b"),
     "run_qwen3_5_2b_openr1_fsdp": ("qwen3_5", "qwen3.5-2b"),
     "run_qwen3_5_27b_fsdp": ("qwen3_5", "qwen3.5-27b"),
     "run_qwen3_5_35b_fsdp": ("qwen3_5_moe", "qwen3.5-35b-a3b"),
@@ -43,6 +45,13 @@ SCRIPTS = {
 }
 """Scripts of verl whose words are in verl_scripts.yaml -> the family and the name of their model, as ``jetrl memory``
 has it."""
+WITH_IMAGES = (
+    "run_qwen3_5_35b_fsdp",
+    "run_qwen3_vl_8b_fsdp",
+    "run_qwen2_5_vl_7b_fsdp",
+    "lora/run_qwen2_5_vl_7b_fsdp",
+)
+"""Those whose jobs have images; the others' have text."""
 _ENGINE_SHARE = 0.1
 
 

@@ -12,9 +12,12 @@ import pytest
 from jobs import train
 from PIL import Image
 from test_hybrid_on_cpu import ACTOR, ROLLOUT
-from test_lora_on_cpu import ADAPTERS
+from test_overrides_of_scripts_on_cpu import words_of_sizes
 from test_parallel_on_cpu import TWO_RANKS
 from tiny_models import WITH_TOWER, save_policy
+from verl_overrides import SCRIPTS, WITH_IMAGES, script_words
+
+from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
 
@@ -51,6 +54,7 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
         f"actor_rollout_ref.model.path={folder / 'policy'}",
         f"data.train_files={write_data(policy.train, folder)}",
         "data.max_prompt_length=128",
+        f"{ROLLOUT}.prompt_length=128",
         f"data.train_batch_size={PROMPTS}",
         f"{ROLLOUT}.n={GROUP}",
         f"{ACTOR}.entropy_coeff=0.1",
@@ -73,8 +77,9 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
     assert max(run.steps("rollout_corr/k3_kl")) < 0.01
 
 
+ONE_CPU = (*words_of_sizes(STEPS), *words_on_a_cpu(), "data.val_max_samples=8")
 CASES = {name: (name,) for name in WITH_TOWER} | {
-    "qwen2_5_vl with adapters": ("qwen2_5_vl", *ADAPTERS, "actor_rollout_ref.model.exclude_modules=.*visual.*")
+    script: (SCRIPTS[script][0], *script_words(script), *ONE_CPU) for script in WITH_IMAGES
 }
 
 

@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """Sets of overrides from verl's scripts that ``jet_fp8_exact`` accepts: a step of verl, without a mismatch; and two
-steps of its scripts for Qwen3.5 with text.
+steps of whole scripts with text.
 
 A job runs five sets, harmless ones and others. ``JETRL_OVERRIDE_JOBS=6`` runs thirty; the default is one job.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hydra import initialize_config_module
-from verl_overrides import SCRIPTS, Draw, draws, driver_says, script_words, write_inputs
+from verl_overrides import SCRIPTS, WITH_IMAGES, Draw, draws, driver_says, script_words, write_inputs
 
 from jetrl_verl.tools.demo import task
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
@@ -46,11 +46,21 @@ SIZES = {
     "actor_rollout_ref.rollout.response_length": 16,
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "actor_rollout_ref.rollout.data_parallel_size": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.nnodes": 1,
     "trainer.total_training_steps": 1,
     "trainer.logger": "[console,file]",
     "trainer.resume_mode": "disable",
 }
 """What a set may not choose: the sizes of a step that takes seconds, one device, and a metrics file."""
+
+
+def words_of_sizes(steps: int) -> list[str]:
+    """What replaces a whole script's sizes, and what needs a GPU driver or eight ranks."""
+    sizes = SIZES | {"trainer.total_training_steps": steps, "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1}
+    pinned = {f"actor_rollout_ref.{role}.fsdp_config.offload_policy": False for role in ("actor", "ref")}
+    return [f"{key}={value}" for key, value in (sizes | pinned).items()]
+
 
 FIXED = {*SIZES, *(word.lstrip("+").partition("=")[0] for word in words_on_a_cpu())}
 NOT_HERE = (
@@ -133,13 +143,8 @@ def test_accepted_sets_have_no_mismatch(number, inputs, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [script for script, (family, _) in SCRIPTS.items() if family == "qwen3_5"])
-def test_scripts_for_qwen3_5_take_two_steps_with_text(script, tmp_path):
-    sizes = SIZES | {
-        "trainer.total_training_steps": 2,
-        "actor_rollout_ref.actor.entropy_coeff": 0.1,  # a random policy is hardly ever right
-        "actor_rollout_ref.actor.fsdp_config.fsdp_size": -1,
-    }
-    pinned = [f"actor_rollout_ref.{role}.fsdp_config.offload_policy=False" for role in ("actor", "ref")]
-    words = [*write_inputs(tmp_path / "inputs", "qwen3_5"), *FIRST, *pinned]
-    assert run(tmp_path, *script_words(script), *words, *(f"{key}={value}" for key, value in sizes.items())) == [0, 0]
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in WITH_IMAGES])
+def test_scripts_take_two_steps_with_text(script, tmp_path):
+    words = [*write_inputs(tmp_path / "inputs", SCRIPTS[script][0]), *FIRST, *words_of_sizes(2)]
+    # A random policy is hardly ever right.
+    assert run(tmp_path, *script_words(script), *words, "actor_rollout_ref.actor.entropy_coeff=0.1") == [0, 0]

@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule (reference/delta_net.py): l2 norms of queries and keys, gates, and one step per token.
+"""The gated delta rule (reference/delta_net.py): l2 norms of queries and keys, gates, and the rule by chunks.
 
 ``gated_delta_rule`` computes whole sequences, ``gated_delta_rule_update`` continues those of a rollout's slots: the
 same bits, wherever a sequence is cut, by csrc/sm90_delta_rule.cu on a GPU. The gradient is computed by chunks of 64
@@ -26,7 +26,7 @@ from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type, unit_stride
 from jetrl_verl.reference import delta_net
-from jetrl_verl.reference.delta_net import HEAD, LINEAR_SOFTPLUS, heads_of
+from jetrl_verl.reference.delta_net import HEAD, LINEAR_SOFTPLUS, heads_of, state_shape
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
 
@@ -36,16 +36,16 @@ __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
 @implements("gated_delta_rule", "reference")
 def reference_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     """``[T, HV, 128]`` BF16."""
-    nothing = b.new_zeros(len(cu_seqlens) - 1, b.shape[1], HEAD, HEAD)
-    return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing)[0]
+    nothing, computed = b.new_zeros(len(cu_seqlens) - 1, *state_shape(b.shape[1])), torch.zeros_like(cu_seqlens[1:])
+    return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing, computed)[0]
 
 
 @implements("gated_delta_rule_update", "reference")
 def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens, out) -> None:
     """As :func:`gated_delta_rule_update`."""
-    state = read_slots(states, slots, computed).mT
-    o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state)
-    write_slots(states, slots, cu_seqlens, state.mT)
+    state = read_slots(states, slots, computed)
+    o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state, computed)
+    write_slots(states, slots, cu_seqlens, state)
     out.copy_(zero_padded(o, slots, cu_seqlens))
 
 
@@ -163,7 +163,7 @@ def gated_delta_rule_update(
 
     Args:
         qkv: ``[T, C]`` BF16 of ``causal_conv1d_update``. b, a, a_log, dt_bias: as of :func:`gated_delta_rule`.
-        states: ``[slots, HV, 128, 128]`` FP32, values' features first, each head's contiguous, written in place.
+        states: ``[slots, HV, 193, 128]`` FP32, ``State`` of the reference, each head's contiguous, written in place.
         slots, computed, cu_seqlens: as of ``causal_conv1d_update``.
         out: ``[T, HV, 128]`` BF16, contiguous, written in place.
 
@@ -172,7 +172,7 @@ def gated_delta_rule_update(
     """
     _check("gated_delta_rule_update", qkv, b, a, a_log, dt_bias)
     require_fp32("gated_delta_rule_update", states=states)
-    require_shape("gated_delta_rule_update", "states", states, (states.shape[0], b.shape[1], HEAD, HEAD))
+    require_shape("gated_delta_rule_update", "states", states, (len(states), *state_shape(b.shape[1])))
     require_slots("gated_delta_rule_update", slots, computed, cu_seqlens)
     require_bf16("gated_delta_rule_update", out=out)
     require_shape("gated_delta_rule_update", "out", out, (*b.shape, HEAD))
@@ -224,7 +224,7 @@ def gated_delta_rule(
     dt_bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
 ) -> torch.Tensor:
-    """The recurrence over packed sequences, which begin with a state of zeros; differentiable in all but the last.
+    """The rule over packed sequences, which begin with a state of zeros; differentiable in all but the last.
 
     Args:
         qkv: ``[T, C]`` BF16 of ``causal_conv1d``: q and k of HK heads, v of HV heads, all of 128 features.

@@ -3,21 +3,38 @@
 """The contract of a gated delta net's operations (Qwen3.5; Yang et al., arXiv 2412.06464): conv, rule, gated norm.
 
     y_t  = silu(x_{t-3} w_0 + x_{t-2} w_1 + x_{t-1} w_2 + x_t w_3), oldest tap first -> BF16, split into q | k | v
-    q, k = q / |q| / sqrt(128), k / |k|      g = -exp(A_log) softplus(a + dt_bias)      beta = sigmoid(b)
-    S    = exp(g) S      d = beta (v - S^T k)      S = S + k d^T      o = S^T q -> BF16
+    q^   = q / |q| -> BF16      k^ = k / |k| -> BF16      g = -exp(A_log) softplus(a + dt_bias)      beta = sigmoid(b)
     n    = o / rms(o) * w * silu(z) -> BF16
 
-FP32 inside, rounded where "-> BF16" stands and nowhere else. The recurrence has one step per token, in a prompt, in a
-decode and in training alike. Sums over a head's 128 features add halves (:func:`tree_sum`), elementary functions are
-those of reproducible.py, and no product is fused with an addition: a token's bits depend on its own sequence alone.
+The rule is computed by chunks of 64 tokens, counted from the first token of the sequence wherever a prompt is cut, and
+blocks of 16 in a chunk. For row t of a chunk, in the block that begins at row p, with the FP32 state S before the
+chunk, S16 = S -> BF16 and G_t = G_{t-1} + g_t, G_{-1} = 0:
+
+    a_tj = beta_t (k^_t k^_j) exp(G_t - G_j)      P_tj = (q^_t k^_j) exp(G_t - G_j) / sqrt(128) -> BF16
+    u_t  = beta_t (v_t - exp(G_t) S16^T k^_t) - sum_{j<p} (a_tj -> BF16) u_j - sum_{p<=j<t} a_tj u_j -> BF16
+    o_t  = exp(G_t) / sqrt(128) S16^T q^_t + sum_{j<=t} P_tj u_j -> BF16
+    S    = exp(G_63) S + sum_j k^_j (exp(G_63 - G_j) u_j -> BF16), once row 63 has been computed
+
+FP32 inside, rounded to nearest even where "-> BF16" stands. A sequence between two steps is S and, for the rows of its
+open chunk, k^, u and G (:class:`State`). S is S16 and a 16-bit integer there, to which :func:`split_state` rounds it at
+the end of every chunk, in training too. Nothing after row t is multiplied, not even by zero: a token's bits depend on
+its own sequence up to it alone.
+
+On a CPU products of BF16 have exact sums, those within a block add in order without fusing, sums over a head's features
+add halves (:func:`tree_sum`), and elementary functions are those of reproducible.py.
 """
+
+from typing import NamedTuple
 
 import torch
 
-from jetrl_verl.reference.reproducible import exp, log1p, sigmoid
+from jetrl_verl.reference.reproducible import exp, grid_bits, log1p, on_grid, sigmoid
 
 HEAD = 128
 """Features of a head of queries, keys and values."""
+CHUNK, BLOCK = 64, 16
+"""Tokens of a chunk of the rule, and of the blocks within."""
+SCALE = HEAD**-0.5
 TAPS = 4
 """Inputs of the convolution, the token's own among them."""
 L2_EPS = 1e-6
@@ -113,23 +130,129 @@ def heads_of(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor,
     return tuple(x.unflatten(1, (-1, HEAD)) for x in qkv.split([keys, keys, HEAD * heads], dim=1))
 
 
-def delta_step(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+def state_shape(heads: int) -> tuple[int, int, int]:
+    """Of a sequence's state in FP32: 386 rows of 128 BF16 words a value head, see :class:`State`."""
+    return heads, 193, HEAD
+
+
+class State(NamedTuple):
+    """Views of the rows of states, which :func:`state_of` makes.
+
+    Attributes:
+        upper, lower: ``[..., 128, 128]`` BF16 and int16, the halves of S at the open chunk's start, values first.
+        k, u: ``[..., 64, 128]`` BF16, and total: ``[..., 64]`` FP32: k^, u and G of the open chunk's rows.
+    """
+
+    upper: torch.Tensor
+    lower: torch.Tensor
+    k: torch.Tensor
+    u: torch.Tensor
+    total: torch.Tensor
+
+
+def state_of(states: torch.Tensor) -> State:
+    """The parts of ``states [..., 193, 128]`` FP32, of which each head's are contiguous: rows of 128 BF16 words."""
+    words = states.view(torch.bfloat16).view(*states.shape[:-2], -1, HEAD)
+    upper, lower, k, u, _ = words.split([HEAD, HEAD, CHUNK, CHUNK, 2], dim=-2)
+    return State(upper, lower.view(torch.int16), k, u, states[..., -1, :CHUNK])
+
+
+def join_state(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """The FP32 numbers with these halves: ``bits = (upper << 16) + lower``."""
+    return ((upper.view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
+
+
+def split_state(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """``s`` rounded to BF16, and the int16 that :func:`join_state` adds.
+
+    A number halfway above an even BF16 number would need 2^15, so it becomes the FP32 number before it.
+    """
+    upper = s.to(torch.bfloat16)
+    rest = s.view(torch.int32) - (upper.view(torch.int16).int() << 16)
+    return upper, rest.clamp_(max=2**15 - 1).to(torch.int16)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a b^T`` FP32 of BF16 ``a [..., M, K]`` and ``b [..., N, K]``, K up to 128: exact sums, rounded once."""
+    bits = grid_bits(HEAD)
+    return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float()
+
+
+def _block(
+    state: State,
+    first: torch.Tensor,
+    new: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
 ) -> torch.Tensor:
-    """One token of R sequences, all FP32.
+    """Up to M <= 16 next tokens of R sequences, those of a sequence in one block of its open chunk.
 
     Args:
-        state: ``[R, HV, K, V]``, updated in place. q, k: ``[R, HV, K]``, normed and scaled. v: ``[R, HV, V]``.
-        decay, beta: ``[R, HV]``.
+        state: ``[R, HV, ...]``, updated in place; rows without a token are zero.
+        first: ``[R]``, row of the first of these tokens in the chunk. new: ``[R, M]``, where there is a token.
+        q, k, v: ``[R, HV, M, 128]`` BF16, q and k normed. g, beta: ``[R, HV, M]`` FP32. Without a token all are zero.
 
     Returns:
-        o ``[R, HV, V]``.
+        o ``[R, HV, M, 128]`` BF16.
     """
-    state.mul_(decay[..., None, None])
-    k = k.unsqueeze(-1)
-    delta = (v - tree_sum(state * k, -2)) * beta.unsqueeze(-1)
-    state.add_(k * delta.unsqueeze(-2))
-    return tree_sum(state * q.unsqueeze(-1), -2)
+    tokens = k.shape[2]
+    row = first[:, None] + torch.arange(tokens, device=first.device)
+    sequence, i = new.nonzero(as_tuple=True)
+    at = sequence, slice(None), row[sequence, i]  # places of the tokens in the chunk, [N, HV, ...]
+    column = torch.arange(CHUNK, device=first.device)
+    total = state.total.gather(2, (first - 1).clamp(min=0)[:, None, None].expand(*beta.shape[:2], 1))
+    total = [total[..., 0].where((first > 0)[:, None], 0)]
+    for step in range(tokens):
+        total.append(total[-1] + g[:, :, step])
+    total = torch.stack(total[1:], 2)
+    state.k[at], state.total[at] = k[sequence, :, i], total[sequence, :, i]
+
+    # Rows of a token: 2 i becomes u, 2 i + 1 becomes o. Each row is a sum of its start and multiples of earlier u.
+    pair = torch.stack([k, q], 3).flatten(2, 3)
+    since = exp(total.double()).float().unsqueeze(-1)
+    recalled = _product(pair, state.upper).unflatten(2, (-1, 2))
+    u = beta.unsqueeze(-1) * (v.float() - since * recalled[:, :, :, 0])
+    sums = torch.stack([u, SCALE * since * recalled[:, :, :, 1]], 3).flatten(2, 3)
+
+    ends = torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
+    reached = column < ends
+    between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total.unsqueeze(2)
+    factors = torch.stack([-beta, torch.full_like(beta, SCALE)], 3).flatten(2).unsqueeze(-1)
+    factors = factors * _product(pair, state.k) * exp(between.where(reached, -torch.inf).double()).float()
+    factors = factors.where(reached, 0)  # a product with what is not there may be NaN
+    factors[:, :, 1::2] = factors[:, :, 1::2].to(torch.bfloat16).float()
+
+    begin = first // BLOCK * BLOCK
+    earlier = column < begin[:, None]
+    sums += _product(
+        factors.where(earlier[:, None, None], 0).to(torch.bfloat16), state.u.where(earlier[:, None, :, None], 0).mT
+    )
+    # Within the block row by row; rows of another sequence than the longest add zeros.
+    for step in range(int((first - begin).max())):
+        chosen = (begin + step)[:, None, None, None]
+        factor = factors.gather(3, chosen.expand(*factors.shape[:3], 1))
+        sums += factor * state.u.gather(2, chosen.expand(*k.shape[:2], 1, HEAD)).float()
+    inner = row.clamp(max=CHUNK - 1)[:, None, None].expand(*factors.shape[:3], tokens)
+    inner, u = factors.gather(3, inner), torch.empty_like(k)
+    for step in range(tokens):
+        u[:, :, step] = sums[:, :, 2 * step]
+        sums[:, :, 2 * step + 1 :] += inner[:, :, 2 * step + 1 :, step, None] * u[:, :, step, None].float()
+    state.u[at] = u[sequence, :, i]
+    return sums[:, :, 1::2].to(torch.bfloat16)
+
+
+def _close(state: State, full: torch.Tensor) -> None:
+    """Begin the next chunk of the sequences ``full [F]``, whose open chunk has 64 rows; in place."""
+    upper, lower, k, u, total = (part[full] for part in state)
+    until = exp((total[..., -1:] - total).double()).float().unsqueeze(-1)
+    since = exp(total[..., -1].double()).float()[..., None, None]
+    s = since * join_state(upper, lower) + _product((until * u.float()).to(torch.bfloat16).mT, k.mT)
+    state.upper[full], state.lower[full] = split_state(s)
+    for part in state[2:]:
+        part[full] = 0
 
 
 def gated_delta_rule(
@@ -139,32 +262,50 @@ def gated_delta_rule(
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
     cu_seqlens: torch.Tensor,
-    state: torch.Tensor,
+    states: torch.Tensor,
+    computed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over packed sequences.
+    """The rule over packed sequences.
 
     Args:
         qkv: ``[T, C]`` BF16 of :func:`causal_conv1d`. b, a, a_log, dt_bias: of :func:`gates`.
-        cu_seqlens: ``[B + 1]``. state: ``[B, HV, 128, 128]`` FP32 before each sequence's first token in ``qkv``.
+        cu_seqlens: ``[B + 1]``. states: ``[B, HV, 193, 128]`` FP32, see :class:`State`, before each sequence's first
+        token in ``qkv``; zero is that of a new sequence. computed: ``[B]``, tokens before it.
 
     Returns:
         o ``[T, HV, 128]`` BF16, zero after the last sequence, and the states after the sequences.
     """
     heads = b.shape[1]
-    q, k, v = (x.float() for x in heads_of(qkv, heads))
-    q, k = (l2norm(x).repeat_interleave(heads // q.shape[1], dim=1) for x in (q, k))
-    q = q * HEAD**-0.5
-    g, beta = gates(b, a, a_log, dt_bias)
-    decay = exp(g.double()).float()
+    q, k, v = heads_of(qkv, heads)
+    q, k = (l2norm(x.float()).to(torch.bfloat16).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
+    tokens = q, k, v, *gates(b, a, a_log, dt_bias)
     o = torch.zeros_like(v)
-    # Sequences advance together, the longest first, so that those that go on are the first ones.
-    lengths, order = cu_seqlens.diff().sort(descending=True, stable=True)
-    first, advanced = cu_seqlens[order].long(), state[order]
-    for step in range(int(lengths[0]) if len(lengths) else 0):
-        live = int((lengths > step).sum())
-        at = first[:live] + step
-        o[at] = delta_step(advanced[:live], q[at], k[at], v[at], decay[at], beta[at])
-    return o.to(torch.bfloat16), torch.empty_like(advanced).index_copy_(0, order, advanced)
+    # Sequences advance together by blocks, those of most blocks first, so that those that go on are the first ones.
+    left, row = cu_seqlens.diff().long(), computed.long() % CHUNK
+    blocks = ((row % BLOCK + left + BLOCK - 1) // BLOCK).where(left > 0, 0)
+    blocks, order = blocks.sort(descending=True, stable=True)
+    left, row, first, advanced = left[order], row[order], cu_seqlens[order].long(), states[order]
+    state = state_of(advanced)
+    for part in state[2:]:  # rows of an earlier chunk
+        stale = torch.arange(CHUNK, device=row.device) >= row[:, None, None]
+        part.masked_fill_(stale.view(len(row), 1, CHUNK, *[1] * (part.ndim - 3)), 0)
+    for step in range(int(blocks[0]) if len(blocks) else 0):
+        live = int((blocks > step).sum())
+        count = torch.minimum(left[:live], BLOCK - row[:live] % BLOCK)
+        place = torch.arange(int(count.max()), device=row.device)
+        new = place < count[:, None]
+        at = (first[:live, None] + place).where(new, 0)
+        rows = [x[at].where(new.view(*new.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2) for x in tokens]
+        advance = State(*(part[:live] for part in state))
+        o[at[new]] = _block(advance, row[:live], new, *rows).transpose(1, 2)[new]
+        first[:live] += count
+        left[:live] -= count
+        row[:live] += count
+        full = (row[:live] == CHUNK).nonzero()[:, 0]
+        if len(full):
+            _close(advance, full)
+            row[full] = 0
+    return o, torch.empty_like(advanced).index_copy_(0, order, advanced)
 
 
 # --- gated norm -------------------------------------------------------------------------------------------------------

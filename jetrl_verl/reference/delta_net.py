@@ -136,10 +136,11 @@ def state_shape(heads: int) -> tuple[int, int, int]:
 
 
 class State(NamedTuple):
-    """Views of the rows of states, which :func:`state_of` makes.
+    """Views of the rows of states, which :func:`state_of` makes. What has not been written yet is not read.
 
     Attributes:
-        upper, lower: ``[..., 128, 128]`` BF16 and int16, the halves of S at the open chunk's start, values first.
+        upper, lower: ``[..., 128, 128]`` BF16 and int16, the halves of S at the open chunk's start, values first; of a
+            sequence's first chunk S is zero and not here.
         k, u: ``[..., 64, 128]`` BF16, and total: ``[..., 64]`` FP32: k^, u and G of the open chunk's rows.
     """
 
@@ -173,9 +174,9 @@ def split_state(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a b^T`` FP32 of BF16 ``a [..., M, K]`` and ``b [..., N, K]``, K up to 128: exact sums, rounded once."""
+    """``a b^T`` FP32 of BF16 ``a [..., M, K]`` and ``b [..., N, K]``, K <= 128: exact sums, rounded once, never -0."""
     bits = grid_bits(HEAD)
-    return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float()
+    return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float().add_(0.0)
 
 
 def _block(
@@ -270,7 +271,7 @@ def gated_delta_rule(
     Args:
         qkv: ``[T, C]`` BF16 of :func:`causal_conv1d`. b, a, a_log, dt_bias: of :func:`gates`.
         cu_seqlens: ``[B + 1]``. states: ``[B, HV, 193, 128]`` FP32, see :class:`State`, before each sequence's first
-        token in ``qkv``; zero is that of a new sequence. computed: ``[B]``, tokens before it.
+        token in ``qkv``. computed: ``[B]``, tokens before it.
 
     Returns:
         o ``[T, HV, 128]`` BF16, zero after the last sequence, and the states after the sequences.
@@ -286,6 +287,8 @@ def gated_delta_rule(
     blocks, order = blocks.sort(descending=True, stable=True)
     left, row, first, advanced = left[order], row[order], cu_seqlens[order].long(), states[order]
     state = state_of(advanced)
+    for part in state[:2]:
+        part[computed[order] < CHUNK] = 0
     for part in state[2:]:  # rows of an earlier chunk
         stale = torch.arange(CHUNK, device=row.device) >= row[:, None, None]
         part.masked_fill_(stale.view(len(row), 1, CHUNK, *[1] * (part.ndim - 3)), 0)

@@ -34,6 +34,7 @@ from jetrl_verl.kernels.probe_inputs import (
 )
 from jetrl_verl.kernels.sum_of_ranks import products_of_ranks
 from jetrl_verl.reference import QuantizedTensor
+from jetrl_verl.reference.delta_net import state_shape
 
 _PAGE_TOKENS = 16
 _STEPS = (1, 12, 32)
@@ -141,7 +142,7 @@ def _delta_net(inputs: ProbeInputs, rollout: bool) -> dict[str, Any]:
     of_heads = inputs.weight[:2], inputs.weight[2:4]
     if rollout:
         outputs = torch.empty_like(to_conv), x.new_empty(len(x), 2, 128)
-        states = x.new_full((5, 3, 512), torch.nan), b.new_full((5, 2, 128, 128), torch.nan)
+        states = x.new_full((5, 3, 512), torch.nan), b.new_full((5, *state_shape(2)), torch.nan)
         for tokens, *places in _state_steps(x.device):
             convolved = kernels.causal_conv1d_update(to_conv[tokens], taps, states[0], *places)
             ruled = torch.empty_like(outputs[1][tokens])

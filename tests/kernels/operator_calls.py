@@ -61,7 +61,7 @@ def calls(device: str) -> dict[str, tuple[Any, ...]]:
 
     qkv, taps, fresh = normal(TOKENS, 4 * 128), normal(4 * 128, 4), whole(0, 0)
     gates = *(normal(TOKENS, 2, seed=seed, dtype=torch.float32) for seed in (1, 2)), normal(2), normal(2, seed=1)
-    conv_states, delta_states = normal(3, 3, 4 * 128), normal(3, 2, 128, 128, dtype=torch.float32)
+    conv_states, delta_states = normal(3, 3, 4 * 128), normal(3, 2, 193, 128, dtype=torch.float32)
     gated = normal(TOKENS, 2, 128), normal(TOKENS, 2, 128, seed=1), normal(128), 1e-6
 
     def gradients(name: str) -> tuple[Any, ...]:

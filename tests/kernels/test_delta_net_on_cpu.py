@@ -13,6 +13,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
+from jetrl_verl.reference import delta_net
 
 LENGTHS = (131, 1, 2, 64, 3, 70)
 KEYS, HEADS, EPS = 2, 4, 1e-6
@@ -43,9 +44,9 @@ def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths
     pages = len(lengths) + 6
     slots = generator.sample(range(pages), len(lengths))
     conv = torch.full((pages, COLUMNS, 3), torch.nan).bfloat16().mT
-    state = torch.full((pages, HEADS, 130 if strided else 128, 128), torch.nan)
+    state = torch.full((pages, HEADS, 195 if strided else 193, 128), torch.nan)
     if strided:  # a page holds more than the state
-        state = state[:, :, :128]
+        state = state[:, :, :193]
     else:
         conv = conv.contiguous()
     conv, state = conv.to(device), state.to(device)
@@ -67,8 +68,12 @@ def check_cuts(seed: int, most: int, strided: bool, device: str = "cpu", lengths
             for got, want in zip((qkv, o, kernels.gated_rms_norm(o, z, weight, EPS)), whole, strict=True):
                 parts = [want[span] if part[3] >= 0 else 0 * want[span] for span, part in zip(spans, step, strict=True)]
                 assert torch.equal(got, torch.cat(parts))
+    assert all(conv[slot].isfinite().all() for slot in slots)
+    for slot, length in zip(slots, lengths, strict=True):
+        upper, _, *rows = delta_net.state_of(state[slot])
+        assert length < 64 or upper.isfinite().all()
+        assert all(part[:, : length % 64].isfinite().all() for part in rows)
     for states in (conv, state):
-        assert all(states[slot].isfinite().all() for slot in slots)
         assert all(states[slot].isnan().all() for slot in range(pages) if slot not in slots)
 
 
@@ -85,14 +90,25 @@ def check_sequences_alone(device: str = "cpu", lengths: tuple[int, ...] = LENGTH
         for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
             alone = layer(*(t[start:stop] for t in values[:4]), *values[4:], packed(stop - start).to(device))
             assert all(torch.equal(part, want[start:stop]) for part, want in zip(alone, whole, strict=True))
-        values[0][140] = torch.nan  # in the fourth sequence
-        others = torch.arange(int(cu[-1]))[[*range(140), *range(198, int(cu[-1]))]]
+        values[0][170] = torch.nan  # in the fourth sequence
+        others = torch.arange(int(cu[-1]))[[*range(170), *range(198, int(cu[-1]))]]
         for got, want in zip(layer(*values, cu.to(device)), whole, strict=True):
-            assert got[140].isnan().all() and torch.equal(got[others], want[others])
+            assert got[170].isnan().all() and torch.equal(got[others], want[others])
 
 
-def test_a_sequence_depends_on_no_other_one():
+def test_a_token_depends_on_no_other_sequence_and_no_later_token():
     check_sequences_alone()
+
+
+def test_halves_of_a_state_are_exact_but_above_half_of_an_even_number():
+    bits = torch.tensor([0x3F807FFF, 0x3F808000, 0x3F808001, 0x3F818000, 0x7F7FFFFF, 0x7F800000, 0, -(2**31)])
+    s = torch.cat([bits.int().view(torch.float32), normal(4096).float() * 1.1])
+    upper, lower = delta_net.split_state(s)
+    assert torch.equal(upper, s.bfloat16())
+    halfway = (s.view(torch.int32) & 0x1FFFF) == 0x8000
+    joined = delta_net.join_state(upper, lower).view(torch.int32)
+    assert halfway[1] and torch.equal(joined, s.view(torch.int32) - halfway.int())
+    assert delta_net.join_state(*delta_net.split_state(torch.tensor(torch.nan))).isnan()
 
 
 def test_the_layer_is_transformers():
@@ -131,6 +147,26 @@ def by_formula(x, b, a, z, taps, a_log, dt_bias, weight):
     q, k = (part.repeat_interleave(HEADS // KEYS, dim=1) for part in (q * 128**-0.5, k))
     o = recurrence(q, k, v, -a_log.exp() * F.softplus(a + dt_bias), b.sigmoid())
     return (o * (o.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight * F.silu(z)).flatten(1)
+
+
+def check_accuracy(device: str = "cpu") -> None:
+    """Of each head, q, k, u, S and o rounded to BF16."""
+    x, b, a, _, taps, a_log, dt_bias, _ = inputs(tokens := 640)
+    with torch.no_grad():
+        qkv = kernels.causal_conv1d(x, taps, packed(tokens))
+        states, at = torch.full((1, HEADS, 193, 128), torch.nan), torch.zeros(1, dtype=torch.int32)
+        call = [t.to(device) for t in (qkv, b, a, a_log, dt_bias, states, at, at, packed(tokens))]
+        kernels.gated_delta_rule_update(*call, o := torch.empty(tokens, HEADS, 128, dtype=qkv.dtype, device=device))
+    q, k, v = (part.unflatten(1, (-1, 128)).double() for part in qkv.split([KEYS * 128, KEYS * 128, HEADS * 128], 1))
+    q, k = (F.normalize(part, dim=-1).repeat_interleave(HEADS // KEYS, dim=1) for part in (q, k))
+    g = -a_log.bfloat16().double().exp() * F.softplus(a.double() + dt_bias.bfloat16().double())
+    want = recurrence(q * 128**-0.5, k, v, g, b.double().sigmoid())
+    error = (o.cpu().double() - want).square().mean((0, 2)) / want.square().mean((0, 2))
+    assert (error.sqrt() <= 5e-3).all(), error.sqrt()
+
+
+def test_the_rule_has_the_recurrences_values():
+    check_accuracy()
 
 
 @pytest.mark.parametrize("lengths", [(300,), (130, 1, 0, 64, 65)])

@@ -37,15 +37,15 @@ __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
 def reference_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tensor:
     """``[T, HV, 128]`` BF16."""
     nothing, computed = b.new_zeros(len(cu_seqlens) - 1, *state_shape(b.shape[1])), torch.zeros_like(cu_seqlens[1:])
-    return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing, computed)[0]
+    return delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, nothing, computed)
 
 
 @implements("gated_delta_rule_update", "reference")
 def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, computed, cu_seqlens, out) -> None:
     """As :func:`gated_delta_rule_update`."""
-    state = read_slots(states, slots, computed)
-    o, state = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, state, computed)
-    write_slots(states, slots, cu_seqlens, state)
+    read = read_slots(states, slots, computed)
+    o = delta_net.gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens, read, computed)
+    write_slots(states, slots, cu_seqlens, read)
     out.copy_(zero_padded(o, slots, cu_seqlens))
 
 

@@ -10,14 +10,14 @@ from jetrl_verl.reference.delta_net import places
 
 def read_slots(states: torch.Tensor, slots: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
     """Copies ``[R, ...]`` of the requests' states: zeros without computed tokens, anything in a negative slot."""
-    fresh = (computed == 0).view(-1, *[1] * (states.ndim - 1))
-    return torch.where(fresh, 0, states[slots.long().clamp(min=0)])
+    read = states.index_select(0, slots.clamp(min=0))
+    return read.index_fill_(0, (computed == 0).nonzero()[:, 0], 0)
 
 
 def write_slots(states: torch.Tensor, slots: torch.Tensor, cu_seqlens: torch.Tensor, new: torch.Tensor) -> None:
     """Write the states ``new [R, ...]`` of requests that have a slot and tokens."""
-    live = (slots >= 0) & (cu_seqlens.diff() > 0)
-    states[slots[live].long()] = new[live]
+    live = ((slots >= 0) & (cu_seqlens.diff() > 0)).nonzero()[:, 0]
+    states.index_copy_(0, slots[live].long(), new[live])
 
 
 def zero_padded(y: torch.Tensor, slots: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:

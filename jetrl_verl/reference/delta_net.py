@@ -174,9 +174,9 @@ def split_state(s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a b^T`` FP32 of BF16 ``a [..., M, K]`` and ``b [..., N, K]``, K <= 128: exact sums, rounded once, never -0."""
+    """``a b^T`` FP32 of BF16 ``a [..., M, K]`` and ``b [..., N, K]``, K <= 128: exact sums, rounded once."""
     bits = grid_bits(HEAD)
-    return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float().add_(0.0)
+    return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float()
 
 
 def _block(
@@ -203,7 +203,6 @@ def _block(
     row = first[:, None] + torch.arange(tokens, device=first.device)
     sequence, i = new.nonzero(as_tuple=True)
     at = sequence, slice(None), row[sequence, i]  # places of the tokens in the chunk, [N, HV, ...]
-    column = torch.arange(CHUNK, device=first.device)
     total = state.total.gather(2, (first - 1).clamp(min=0)[:, None, None].expand(*beta.shape[:2], 1))
     total = [total[..., 0].where((first > 0)[:, None], 0)]
     for step in range(tokens):
@@ -218,25 +217,30 @@ def _block(
     u = beta.unsqueeze(-1) * (v.float() - since * recalled[:, :, :, 0])
     sums = torch.stack([u, SCALE * since * recalled[:, :, :, 1]], 3).flatten(2, 3)
 
-    ends = torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
-    reached = column < ends
-    between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total.unsqueeze(2)
+    column = torch.arange(min(int(row.max()) + 1, CHUNK), device=first.device)
+    reached = column < torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
+    between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total[:, :, None, : len(column)]
+    decay = exp(between.where(reached, -torch.inf).double()).float()
     factors = torch.stack([-beta, torch.full_like(beta, SCALE)], 3).flatten(2).unsqueeze(-1)
-    factors = factors * _product(pair, state.k) * exp(between.where(reached, -torch.inf).double()).float()
+    factors = factors * _product(pair, state.k[:, :, : len(column)]) * decay
     factors = factors.where(reached, 0)  # a product with what is not there may be NaN
     factors[:, :, 1::2] = factors[:, :, 1::2].to(torch.bfloat16).float()
 
     begin = first // BLOCK * BLOCK
-    earlier = column < begin[:, None]
-    sums += _product(
-        factors.where(earlier[:, None, None], 0).to(torch.bfloat16), state.u.where(earlier[:, None, :, None], 0).mT
-    )
-    # Within the block row by row; rows of another sequence than the longest add zeros.
-    for step in range(int((first - begin).max())):
-        chosen = (begin + step)[:, None, None, None]
-        factor = factors.gather(3, chosen.expand(*factors.shape[:3], 1))
-        sums += factor * state.u.gather(2, chosen.expand(*k.shape[:2], 1, HEAD)).float()
-    inner = row.clamp(max=CHUNK - 1)[:, None, None].expand(*factors.shape[:3], tokens)
+    if begins := int(begin.max()):  # rows of the blocks before
+        earlier = (column[:begins] < begin[:, None])[:, None, None]
+        of_blocks = factors[..., :begins].where(earlier, 0).to(torch.bfloat16)
+        sums += _product(of_blocks, state.u[:, :, :begins].where(earlier.mT, 0).mT)
+    sums += 0.0  # without them, -0 would stay
+    # Of their own block row by row. With a row that a sequence does not have yet the product is zero.
+    inner = (begin[:, None] + torch.arange(BLOCK, device=first.device)).clamp(max=len(column) - 1)[:, None, None]
+    before = int((first - begin).max())
+    if before:
+        rows = state.u.gather(2, inner.mT[:, :, :before].expand(*k.shape[:2], before, HEAD)).float()
+        of_rows = factors.gather(3, inner[..., :before].expand(*factors.shape[:3], before))
+        for step in range(before):
+            sums += of_rows[..., step, None] * rows[:, :, step, None]
+    inner = row.clamp(max=len(column) - 1)[:, None, None].expand(*factors.shape[:3], tokens)
     inner, u = factors.gather(3, inner), torch.empty_like(k)
     for step in range(tokens):
         u[:, :, step] = sums[:, :, 2 * step]
@@ -265,50 +269,47 @@ def gated_delta_rule(
     cu_seqlens: torch.Tensor,
     states: torch.Tensor,
     computed: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """The rule over packed sequences.
 
     Args:
         qkv: ``[T, C]`` BF16 of :func:`causal_conv1d`. b, a, a_log, dt_bias: of :func:`gates`.
         cu_seqlens: ``[B + 1]``. states: ``[B, HV, 193, 128]`` FP32, see :class:`State`, before each sequence's first
-        token in ``qkv``. computed: ``[B]``, tokens before it.
+        token in ``qkv``; updated in place. computed: ``[B]``, tokens before it.
 
     Returns:
-        o ``[T, HV, 128]`` BF16, zero after the last sequence, and the states after the sequences.
+        o ``[T, HV, 128]`` BF16, zero after the last sequence.
     """
     heads = b.shape[1]
     q, k, v = heads_of(qkv, heads)
     q, k = (l2norm(x.float()).to(torch.bfloat16).repeat_interleave(heads // x.shape[1], dim=1) for x in (q, k))
     tokens = q, k, v, *gates(b, a, a_log, dt_bias)
     o = torch.zeros_like(v)
-    # Sequences advance together by blocks, those of most blocks first, so that those that go on are the first ones.
-    left, row = cu_seqlens.diff().long(), computed.long() % CHUNK
-    blocks = ((row % BLOCK + left + BLOCK - 1) // BLOCK).where(left > 0, 0)
-    blocks, order = blocks.sort(descending=True, stable=True)
-    left, row, first, advanced = left[order], row[order], cu_seqlens[order].long(), states[order]
-    state = state_of(advanced)
-    for part in state[:2]:
-        part[computed[order] < CHUNK] = 0
-    for part in state[2:]:  # rows of an earlier chunk
-        stale = torch.arange(CHUNK, device=row.device) >= row[:, None, None]
-        part.masked_fill_(stale.view(len(row), 1, CHUNK, *[1] * (part.ndim - 3)), 0)
-    for step in range(int(blocks[0]) if len(blocks) else 0):
-        live = int((blocks > step).sum())
-        count = torch.minimum(left[:live], BLOCK - row[:live] % BLOCK)
+    left, row, first = cu_seqlens.diff().long(), computed.long() % CHUNK, cu_seqlens[:-1].long()
+    upper, lower, *rows = state_of(states)
+    for part in (upper, lower):
+        part.index_fill_(0, (computed < CHUNK).nonzero()[:, 0], 0)
+    stale = torch.arange(CHUNK, device=row.device) >= row[:, None]
+    for part in rows:
+        part.masked_fill_(stale[:, None] if part.ndim == 3 else stale[:, None, :, None], 0)
+    # Sequences advance together by blocks.
+    while len(live := (left > 0).nonzero()[:, 0]):
+        advanced = states if len(live) == len(states) else states.index_select(0, live)
+        state, count = state_of(advanced), torch.minimum(left, BLOCK - row % BLOCK)[live]
         place = torch.arange(int(count.max()), device=row.device)
         new = place < count[:, None]
-        at = (first[:live, None] + place).where(new, 0)
-        rows = [x[at].where(new.view(*new.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2) for x in tokens]
-        advance = State(*(part[:live] for part in state))
-        o[at[new]] = _block(advance, row[:live], new, *rows).transpose(1, 2)[new]
-        first[:live] += count
-        left[:live] -= count
-        row[:live] += count
-        full = (row[:live] == CHUNK).nonzero()[:, 0]
-        if len(full):
-            _close(advance, full)
-            row[full] = 0
-    return o, torch.empty_like(advanced).index_copy_(0, order, advanced)
+        at = (first[live, None] + place).where(new, 0)
+        of_block = [x[at].where(new.view(*new.shape, *[1] * (x.ndim - 1)), 0).transpose(1, 2) for x in tokens]
+        o[at[new]] = _block(state, row[live], new, *of_block).transpose(1, 2)[new]
+        first[live] += count
+        left[live] -= count
+        row[live] += count
+        if len(full := (row[live] == CHUNK).nonzero()[:, 0]):
+            _close(state, full)
+            row[live[full]] = 0
+        if advanced is not states:
+            states.index_copy_(0, live, advanced)
+    return o
 
 
 # --- gated norm -------------------------------------------------------------------------------------------------------

@@ -18,17 +18,21 @@ from jetrl_verl import kernels
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.operator import operator
 from jetrl_verl.reference import QuantizedTensor
-from jetrl_verl.reference.delta_net import HEAD, TAPS
+from jetrl_verl.reference.delta_net import HEAD, TAPS, state_shape
 from jetrl_verl.rollout import vllm_compat as vllm
 from jetrl_verl.rollout.experts import SharedMixture
 from jetrl_verl.rollout.handoff import ReadByLinear
 from jetrl_verl.rollout.qk_norm import SharedHeads
 
 REACHES = (
+    "vllm.config.cache:CacheConfig.block_size",
+    "vllm.config.cache:CacheConfig.user_specified_block_size",
     "vllm.forward_context:ForwardContext.attn_metadata",
     "vllm.forward_context:ForwardContext.no_compile_layers",
     "vllm.model_executor.models.qwen2_moe:Qwen2MoeMLP.forward",
     "vllm.model_executor.models.qwen3_next:Qwen3NextModel.forward",
+    "vllm.platforms.interface:Platform._align_hybrid_block_size",
+    "vllm.platforms.interface:Platform.update_block_size_for_backend",
     "vllm.v1.attention.backend:AttentionMetadataBuilder.get_cudagraph_support",
 )
 """What this file uses of vLLM through values, or relies on; scripts/reach.py watches it."""
@@ -132,18 +136,21 @@ class SharedDeltaNet(_stock.QwenGatedDeltaNetAttention):
     def check(self) -> None:
         """Refuse a layer that the trainer cannot reproduce."""
         heads, keys = self.num_v_heads // self.tp_size, self.num_k_heads // self.tp_size
-        shapes = (TAPS - 1, (heads + 2 * keys) * HEAD), (heads, HEAD, HEAD)
+        stock, shapes = super().get_state_shape(), ((TAPS - 1, (heads + 2 * keys) * HEAD), (heads, HEAD, HEAD))
         dtypes = torch.bfloat16, torch.float32
         for what, met in (
             ("a delta net with interleaved projections", self.gqa_interleaved_layout),
             (f"the gate {self.norm.activation} of a delta net", self.norm.activation not in ("silu", "swish")),
             (f"the activation {self.activation} of a convolution", self.activation != "silu"),
             ("a convolution with a bias", self.conv1d.bias is not None),
-            (f"a delta net with states {self.get_state_shape()}", tuple(self.get_state_shape()) != shapes),
+            (f"a delta net with states {stock}", tuple(stock) != shapes),
             (f"a delta net with states in {self.get_state_dtype()}", self.get_state_dtype() != dtypes),
         ):
             if met:
                 refuse("operation_replaced_in_vllm", what=what)
+
+    def get_state_shape(self) -> tuple[tuple[int, ...], ...]:
+        return super().get_state_shape()[0], state_shape(self.num_v_heads // self.tp_size)
 
     def get_attn_backend(self) -> type[SharedDeltaNetBackend]:
         return SharedDeltaNetBackend
@@ -160,6 +167,21 @@ class SharedDeltaNet(_stock.QwenGatedDeltaNetAttention):
         out = z.new_empty(z.shape)
         delta_net(qkv, b, a, out, self.prefix)
         return output(self.norm(out, z))[0]
+
+
+def fit_blocks(vllm_config: Any) -> None:
+    """Raise vLLM's block size to the tokens whose keys and values take as many bytes as a state of these layers.
+
+    vLLM asks the model's class for the size of a state, which is that of its own layer, after it has loaded the model;
+    it never lowers a block size that is given, and pads states to their blocks.
+    """
+    cache, layers = vllm_config.cache_config, vllm_config.compilation_config.static_forward_context.values()
+    of_states, of_keys = (
+        max(layer.get_kv_cache_spec(vllm_config).page_size_bytes for layer in layers if isinstance(layer, kind))
+        for kind in (SharedDeltaNet, vllm.Attention)
+    )
+    cache.block_size *= -(-of_states // of_keys)
+    cache.user_specified_block_size = True
 
 
 class SharedHybridLayer(_hybrid.Qwen3_5DecoderLayer):

@@ -71,6 +71,11 @@ class JetWorker(PlatformWorker):
         model = self.vllm_config.model_config
         images = model.multimodal_config is not None and not model.multimodal_config.language_model_only
         share_operations(self.get_model(), model.hf_config, config.kv_cache, images)
+        if family(model.hf_config).delta_net is not None:
+            # Imports classes of vLLM that touch the GPU, which a loaded hybrid has done already.
+            from jetrl_verl.rollout.delta_net import fit_blocks
+
+            fit_blocks(self.vllm_config)
         share_sampler(self.model_runner)
         split_at_attention(self.vllm_config.compilation_config)
 

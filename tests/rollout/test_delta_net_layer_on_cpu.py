@@ -30,9 +30,9 @@ def engine(cpu_platform, monkeypatch):
     attention = SimpleNamespace(conv1d=SimpleNamespace(weight=normal(CHANNELS, 1, 4).bfloat16()))
     attention.A_log, attention.dt_bias = normal(VALUES), normal(VALUES).bfloat16()
     # States of one page one after the other, and NaN where nothing has been written.
-    pages = torch.full((12, 3 * CHANNELS // 2 + VALUES * 128 * 128), torch.nan)
-    conv, state = pages.split([3 * CHANNELS // 2, VALUES * 128 * 128], dim=1)
-    attention.kv_cache = conv.view(torch.bfloat16).unflatten(1, (3, -1)), state.unflatten(1, (VALUES, 128, 128))
+    pages = torch.full((12, 3 * CHANNELS // 2 + VALUES * 193 * 128), torch.nan)
+    conv, state = pages.split([3 * CHANNELS // 2, VALUES * 193 * 128], dim=1)
+    attention.kv_cache = conv.view(torch.bfloat16).unflatten(1, (3, -1)), state.unflatten(1, (VALUES, 193, 128))
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=8), cache_config=SimpleNamespace(mamba_cache_mode="none")
     )

@@ -17,6 +17,7 @@ from jetrl_verl.config.support.row import shown
 from jetrl_verl.config.support.scopes import EXACT, SHARED
 from jetrl_verl.config.support.table import TABLE
 from jetrl_verl.inputs import UserError
+from jetrl_verl.reference.delta_net import state_shape
 from jetrl_verl.tools.memory import run, terms
 from jetrl_verl.tools.memory.shapes import KNOWN, find_config, model_of
 from jetrl_verl.tools.memory.terms import GIB, PRECISIONS, phases_of
@@ -77,9 +78,11 @@ def test_parameters_and_keys_and_values_of_an_8b_model():
 
 
 def test_states_and_keys_and_values_of_a_hybrid():
-    """24 of 32 layers have states, FP32 of 32 heads of 128 x 128 and 3 BF16 inputs; 8 have keys and values."""
+    """24 of 32 layers have states, FP32 of 32 heads of 128 x 128 and 3 BF16 inputs, and with shared operations 64 BF16
+    rows of k and of u, 64 sums and an unused row; 8 have keys and values."""
     nine = model_of("qwen3.5-9b", KNOWN["qwen3.5-9b"])
     assert (nine.recurrent, nine.state_bytes) == (24, 4 * 32 * 128 * 128 + 2 * 3 * 8192)
+    assert nine.chunk_bytes == 32 * (2 * 64 * 128 * 2 + 2 * 64 * 4)
     assert nine.kv_bytes() == 2 * 8 * 4 * 256 * 2
     mlp = 3 * 4096 * 12288
     full, linear = 4096 * (8192 + 2 * 1024 + 4096), 4096 * (8192 + 4096 + 4096)
@@ -90,9 +93,17 @@ def test_states_and_keys_and_values_of_a_hybrid():
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 @pytest.mark.parametrize(
-    ("name", "tp", "page_tokens"), [("qwen3.5-4b", 1, 528), ("qwen3.5-27b", 4, 784), ("qwen3.5-27b", 8, 400)]
+    ("name", "tp", "page_tokens", "shared"),
+    [
+        ("qwen3.5-4b", 1, 528, False),
+        ("qwen3.5-27b", 4, 784, False),
+        ("qwen3.5-27b", 8, 400, False),
+        ("qwen3.5-4b", 2, 784, True),
+        ("qwen3.5-27b", 1, 1184, True),
+        ("qwen3.5-27b", 8, 592, True),
+    ],
 )
-def test_a_hybrids_request_takes_what_vllm_counts(name, tp, page_tokens, prefix_caching):
+def test_a_hybrids_request_takes_what_vllm_counts(name, tp, page_tokens, shared, prefix_caching):
     from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
@@ -104,10 +115,10 @@ def test_a_hybrids_request_takes_what_vllm_counts(name, tp, page_tokens, prefix_
     )
     heads = max(1, text["num_key_value_heads"] // tp)
     attention = FullAttentionSpec(block_size=page_tokens, num_kv_heads=heads, head_size=256, dtype=torch.bfloat16)
+    of_heads = text["linear_num_key_heads"], text["linear_num_value_heads"], 128, 128, 4
+    conv, state = MambaStateShapeCalculator.gated_delta_net_state_shape(tp, *of_heads)
     delta_net = MambaSpec(
-        shapes=MambaStateShapeCalculator.gated_delta_net_state_shape(
-            tp, text["linear_num_key_heads"], text["linear_num_value_heads"], 128, 128, 4
-        ),
+        shapes=(conv, state_shape(state[0]) if shared else state),
         dtypes=(torch.bfloat16, torch.float32),
         block_size=page_tokens,
         page_size_padded=attention.page_size_bytes,
@@ -115,7 +126,8 @@ def test_a_hybrids_request_takes_what_vllm_counts(name, tp, page_tokens, prefix_
     )
     layers = text["num_hidden_layers"] // 4
     of_rank = layers * (3 * delta_net.max_memory_usage_bytes(engine) + attention.max_memory_usage_bytes(engine))
-    assert model_of(name, KNOWN[name], tp).request_bytes(tokens, prefix_caching=prefix_caching) == tp * of_rank
+    of_request = model_of(name, KNOWN[name], tp).request_bytes(tokens, prefix_caching=prefix_caching, shared=shared)
+    assert of_request == tp * of_rank
 
 
 def test_a_frozen_tower_has_weights_alone(small):

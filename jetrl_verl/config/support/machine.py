@@ -236,7 +236,7 @@ MODEL_ROWS: dict[str, Row] = {
     ),
     "delta_net_without_kernels": Row(
         "a delta net without the package's Hopper kernels",
-        "its recurrence runs on a GPU in them alone; `make wheel` builds a package with them where there is an nvcc",
+        "its delta rule runs on a GPU in them alone; `make wheel` builds a package with them where there is an nvcc",
         scope=SHARED,
     ),
     "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.models import UnsupportedLayer, family
 from jetrl_verl.models.families.base import read
 from jetrl_verl.models.plan import plan_linears
+from jetrl_verl.reference.delta_net import state_shape
 
 BF16, FP32 = 2, 4  # bytes
 PAGE_TOKENS = 16
@@ -121,7 +122,7 @@ class Model:
         results: bytes of a token that selective checkpointing keeps in all layers (kernels/recomputation.py), without
             experts: results of products, attention with its log-sum-exp, and delta rules.
         state_bytes: of a request in one delta net, whatever its length: the FP32 state, and three BF16 inputs of the
-            convolution.
+            convolution. chunk_bytes: what shared operations add to it, rows of the open chunk.
         tower: parameters of a vision tower, which no other number has.
     """
 
@@ -145,6 +146,7 @@ class Model:
     expert_width: int = 0
     results: int = 0
     state_bytes: int = 0
+    chunk_bytes: int = 0
     tower: int = 0
 
     @property
@@ -161,8 +163,10 @@ class Model:
         """Bytes of keys and values of one token, with their scales; ``kv_cache`` is a value of ``jetrl.kv_cache``."""
         return 2 * self.caching * cache_traits(kv_cache).head_bytes(self.keys)
 
-    def request_bytes(self, tokens: int, kv_cache: str = UNQUANTIZED, prefix_caching: bool = True) -> float:
-        """Bytes of vLLM's cache that it counts for a request of that many tokens.
+    def request_bytes(
+        self, tokens: int, kv_cache: str = UNQUANTIZED, prefix_caching: bool = True, shared: bool = False
+    ) -> float:
+        """Bytes of vLLM's cache that it counts for a request of that many tokens; ``shared``: shared operations.
 
         A hybrid's page has a state, or keys and values of as many tokens as fill one, a multiple of 16. With prefix
         caching a request has two states in each delta net: the current one, and the one at the last page's end.
@@ -170,8 +174,8 @@ class Model:
         of_token = self.kv_bytes(kv_cache)
         if not self.recurrent:
             return tokens * of_token
-        of_layer = of_token / self.caching
-        page_tokens = PAGE_TOKENS * ceil(self.state_bytes / of_layer / PAGE_TOKENS)
+        of_layer, state_bytes = of_token / self.caching, self.state_bytes + (self.chunk_bytes if shared else 0)
+        page_tokens = PAGE_TOKENS * ceil(state_bytes / of_layer / PAGE_TOKENS)
         states = self.recurrent * (2 if prefix_caching else 1)
         return (self.caching * ceil(tokens / page_tokens) + states) * page_tokens * of_layer
 
@@ -191,7 +195,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
     hidden = shapes[decoder.q].k
     experts = 0 if mixture is None else mixture.number(config)
     per_token, of_expert = (0, 0) if mixture is None else (read(config, mixture.per_token), shapes[mixture.down].k)
-    kinds, mixing, state_bytes = decoder.kinds(config), 0, 0
+    kinds, mixing, state_bytes, chunk_bytes = decoder.kinds(config), 0, 0, 0
     copies = max(1, tp // read(config, "num_key_value_heads", read(config, "num_attention_heads")))
     layer = linears = quantized = edges = results = 0
     for kind in decoder.distinct_kinds:
@@ -212,7 +216,9 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
             parameters += width * mixed
             between = 2 * mixed + 3 * values
             kept = BF16 * (mixed + 2 * values) + 2 * FP32 * read(config, delta.value_heads)
-            state_bytes = FP32 * read(config, delta.key_dim) * values + BF16 * (width - 1) * mixed
+            matrices = FP32 * read(config, delta.key_dim) * values
+            state_bytes = matrices + BF16 * (width - 1) * mixed
+            chunk_bytes = FP32 * prod(state_shape(read(config, delta.value_heads))) - matrices
         kept += BF16 * hidden + FP32 * experts + (2 * BF16 * shapes[kind.down].k if kind.has_mlp else 0)
         kept += BF16 * hidden + FP32 if mixture is not None and mixture.shared_gate else 0
         results += number * kept
@@ -242,6 +248,7 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
         of_expert,
         results,
         state_bytes,
+        chunk_bytes,
         _tower_of(name, config),
     )
 

@@ -66,8 +66,8 @@ def cut_at_attention(graph, inputs):
 
 
 def crowded(family: str) -> dict:
-    """Arguments of a crowded engine; a hybrid's blocks have the tokens whose keys take a state's bytes: 16 tokens become
-    64, which is a chunk of the delta rule, and 80 stay."""
+    """Arguments of a crowded engine; a hybrid's blocks have the tokens whose keys take a state's bytes: 16 tokens
+    become 64, which is a chunk of the delta rule, and 80 stay."""
     blocks = {"qwen3_5": (16, 64), "qwen3_5_moe": (80, 80)}.get(family)
     if blocks is None:
         return vllm_engine.CROWDED

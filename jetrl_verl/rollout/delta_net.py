@@ -172,8 +172,9 @@ class SharedDeltaNet(_stock.QwenGatedDeltaNetAttention):
 def fit_blocks(vllm_config: Any) -> None:
     """Raise vLLM's block size to the tokens whose keys and values take as many bytes as a state of these layers.
 
-    vLLM asks the model's class for the size of a state, which is that of its own layer, after it has loaded the model;
-    it never lowers a block size that is given, and pads states to their blocks.
+    After vLLM has loaded the model, ``update_block_size_for_backend`` keeps a block size that is specified, and
+    ``_align_hybrid_block_size`` pads states to blocks. Its own blocks would be too small: it asks the model's class,
+    which names the state of vLLM's layer.
     """
     cache, layers = vllm_config.cache_config, vllm_config.compilation_config.static_forward_context.values()
     of_states, of_keys = (

@@ -86,6 +86,18 @@ def test_steps_of_any_cut_have_the_bits_of_whole_sequences(engine, budget):
     assert engine.pages[:3].isnan().all(), "a page of no request"
 
 
+@pytest.mark.parametrize("hit", [64, 80])
+def test_a_copied_page_continues_anywhere_in_a_chunk(engine, hit):
+    """As vLLM copies a state that a prefix hit reads."""
+    rows, page = [x[-130:] for x in INPUTS], engine.metadata
+    whole = engine.run(rows, page([3], [0], [130], 130))
+    engine.run([x[:hit] for x in rows], page([4], [0], [hit], hit))
+    engine.pages[5] = engine.pages[4]
+    engine.run([x[:9] for x in rows], page([4], [hit], [9], 9))
+    rest = engine.run([x[hit:] for x in rows], page([5], [hit], [130 - hit], 130 - hit))
+    assert torch.equal(rest, whole[hit:])
+
+
 def test_padded_rows_are_zero_and_write_nothing(engine):
     """A CUDA graph of 8 decodes with 4 requests, of which one has one token in all."""
     rows = [torch.cat([x[:4], torch.full_like(x[:4], torch.nan)]) for x in INPUTS]

@@ -66,13 +66,9 @@ def cut_at_attention(graph, inputs):
 
 
 def crowded(family: str) -> dict:
-    """Arguments of a crowded engine; a hybrid's blocks have the tokens whose keys take a state's bytes: 16 tokens
-    become 64, which is a chunk of the delta rule, and 80 stay."""
-    blocks = {"qwen3_5": (16, 64), "qwen3_5_moe": (80, 80)}.get(family)
-    if blocks is None:
-        return vllm_engine.CROWDED
-    own = dict(zip(("block_size", "max_num_batched_tokens"), blocks, strict=True), num_gpu_blocks_override=10)
-    return vllm_engine.CROWDED | own
+    """Arguments of a crowded engine. A hybrid's blocks grow from 16 to 64 tokens, whose keys take a state's bytes."""
+    blocks = dict(max_num_batched_tokens=64, num_gpu_blocks_override=10)
+    return vllm_engine.CROWDED | (blocks if family in HYBRIDS else {})
 
 
 def build_policy(family: str, seed: int):

@@ -179,6 +179,28 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (on_grid(a, bits).double() @ on_grid(b, bits).double().mT).float()
 
 
+def _factors(
+    pair: torch.Tensor, row: torch.Tensor, total: torch.Tensor, beta: torch.Tensor, state: State
+) -> torch.Tensor:
+    """What multiplies the chunk's u in the rows of ``pair``: -a and P, zero where the row does not reach.
+
+    Args:
+        pair: ``[R, HV, 2 M, 128]``, k^ and q^ of each token. row: ``[R, M]``. total, beta: ``[R, HV, M]``.
+
+    Returns:
+        ``[R, HV, 2 M, N]`` FP32, of as many rows of the chunk as the last token reaches, P rounded to BF16.
+    """
+    column = torch.arange(min(int(row.max()) + 1, CHUNK), device=row.device)
+    reached = column < torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
+    between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total[:, :, None, : len(column)]
+    decay = exp(between.where(reached, -torch.inf).double()).float()
+    scale = torch.stack([-beta, torch.full_like(beta, SCALE)], 3).flatten(2).unsqueeze(-1)
+    factors = scale * _product(pair, state.k[:, :, : len(column)]) * decay
+    factors = factors.where(reached, 0)  # with rows after a token's own the product may be NaN
+    factors[:, :, 1::2] = factors[:, :, 1::2].to(torch.bfloat16).float()
+    return factors
+
+
 def _block(
     state: State,
     first: torch.Tensor,
@@ -217,34 +239,26 @@ def _block(
     u = beta.unsqueeze(-1) * (v.float() - since * recalled[:, :, :, 0])
     sums = torch.stack([u, SCALE * since * recalled[:, :, :, 1]], 3).flatten(2, 3)
 
-    column = torch.arange(min(int(row.max()) + 1, CHUNK), device=first.device)
-    reached = column < torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
-    between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total[:, :, None, : len(column)]
-    decay = exp(between.where(reached, -torch.inf).double()).float()
-    factors = torch.stack([-beta, torch.full_like(beta, SCALE)], 3).flatten(2).unsqueeze(-1)
-    factors = factors * _product(pair, state.k[:, :, : len(column)]) * decay
-    factors = factors.where(reached, 0)  # a product with what is not there may be NaN
-    factors[:, :, 1::2] = factors[:, :, 1::2].to(torch.bfloat16).float()
-
+    factors = _factors(pair, row, total, beta, state)
     begin = first // BLOCK * BLOCK
     if begins := int(begin.max()):  # rows of the blocks before
-        earlier = (column[:begins] < begin[:, None])[:, None, None]
+        earlier = (torch.arange(begins, device=first.device) < begin[:, None])[:, None, None]
         of_blocks = factors[..., :begins].where(earlier, 0).to(torch.bfloat16)
         sums += _product(of_blocks, state.u[:, :, :begins].where(earlier.mT, 0).mT)
     sums += 0.0  # without them, -0 would stay
-    # Of their own block row by row. With a row that a sequence does not have yet the product is zero.
-    inner = (begin[:, None] + torch.arange(BLOCK, device=first.device)).clamp(max=len(column) - 1)[:, None, None]
-    before = int((first - begin).max())
+    # Of their own block row by row. Where a sequence does not have a row yet, its u is zero.
+    before, last = int((first - begin).max()), factors.shape[3] - 1
     if before:
-        rows = state.u.gather(2, inner.mT[:, :, :before].expand(*k.shape[:2], before, HEAD)).float()
-        of_rows = factors.gather(3, inner[..., :before].expand(*factors.shape[:3], before))
+        place = (begin[:, None] + torch.arange(before, device=first.device)).clamp(max=last)[:, None, None]
+        rows = state.u.gather(2, place.mT.expand(*k.shape[:2], before, HEAD)).float()
+        of_rows = factors.gather(3, place.expand(*factors.shape[:3], before))
         for step in range(before):
             sums += of_rows[..., step, None] * rows[:, :, step, None]
-    inner = row.clamp(max=len(column) - 1)[:, None, None].expand(*factors.shape[:3], tokens)
-    inner, u = factors.gather(3, inner), torch.empty_like(k)
+    place = row.clamp(max=last)[:, None, None].expand(*factors.shape[:3], tokens)
+    of_rows, u = factors.gather(3, place), torch.empty_like(k)
     for step in range(tokens):
         u[:, :, step] = sums[:, :, 2 * step]
-        sums[:, :, 2 * step + 1 :] += inner[:, :, 2 * step + 1 :, step, None] * u[:, :, step, None].float()
+        sums[:, :, 2 * step + 1 :] += of_rows[:, :, 2 * step + 1 :, step, None] * u[:, :, step, None].float()
     state.u[at] = u[sequence, :, i]
     return sums[:, :, 1::2].to(torch.bfloat16)
 

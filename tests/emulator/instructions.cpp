@@ -540,12 +540,16 @@ void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed) {
 }
 
 // Each lane writes the row at its address when it runs; other lanes may rely on it after a sync_warp.
-void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+void stmatrix(uint32_t address, const uint32_t (&r)[4], bool transposed) {
   if (address % 16 != 0) fail("a misaligned stmatrix");
-  const int lane = machine.current->thread % 32;
-  const auto slots = meet(r0, r1, r2, r3);
+  const int matrix = own_lane() / 8, row = own_lane() % 8;
+  const auto slots = meet(r[0], r[1], r[2], r[3]);
   touch_now(*machine.current, true, address, 16);
-  for (int i = 0; i < 4; ++i) std::memcpy(at(block(), address + 4 * i, 4), &slots[4 * (lane % 8) + i][lane / 8], 4);
+  uint16_t* to = reinterpret_cast<uint16_t*>(at(block(), address, 16));
+  for (int column = 0; column < 8; ++column) {
+    const int one = transposed ? column : row, other = transposed ? row : column;
+    to[column] = uint16_t(slots[4 * one + other / 2][matrix] >> other % 2 * 16);
+  }
 }
 
 }  // namespace sm90

@@ -110,7 +110,7 @@ void mma_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
 uint32_t exchange(uint32_t value, int lane);
 int count_true(bool value);
 void ldmatrix(uint32_t (&r)[4], uint32_t address, bool transposed);
-void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3);
+void stmatrix(uint32_t address, const uint32_t (&r)[4], bool transposed);
 
 inline void prefetch_tensor_map(const TensorMap*) {}
 void wgmma_fence();
@@ -121,6 +121,12 @@ inline void give_registers() {}
 
 inline void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) { ldmatrix(r, address, false); }
 inline void ldmatrix_x4_transposed(uint32_t (&r)[4], uint32_t address) { ldmatrix(r, address, true); }
+inline void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  stmatrix(address, {r0, r1, r2, r3}, false);
+}
+inline void stmatrix_x4_transposed(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
+  stmatrix(address, {r0, r1, r2, r3}, true);
+}
 
 inline bool elect_one() { return thread_index() % 32 == 0; }
 

@@ -6,10 +6,10 @@
     python3 -m benchmarks.delta_layer --only decode --model 27b
 
 ``decode``: conv, rule and gated norm of one token of each request, each and together, captured in a CUDA graph of so
-many layers that states come from memory; GB/s counts a step's FP32 states, read and written once. ``forward`` and
-``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens. ``backward``: the rule's gradient
-from its inputs by the two that a GPU has, with the memory that it takes next to its operands.
-*vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
+many layers that states come from memory. Requests are at all places of a chunk; GB/s counts what a step reads and
+writes of states. ``forward`` and ``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens.
+``backward``: the rule's gradient from its inputs by the two that a GPU has, with the memory that it takes next to its
+operands. *vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
 flash-linear-attention's chunk rule. Microseconds, medians.
 """
 
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from jetrl_verl import kernels
+from jetrl_verl.reference.delta_net import CHUNK, state_shape
 
 HEADS = {"4b": (16, 32), "27b": (16, 48)}
 """Model -> key and value heads. 9B has those of 4B."""
@@ -70,7 +71,7 @@ class Layer:
         self.taps, self.norm = normal(self.columns, 4) / 2, normal(128)
         self.b, self.a = normal(tokens, 2 * self.heads, dtype=torch.float32).chunk(2, dim=1)
         self.a_log, self.dt_bias = torch.rand(self.heads, device="cuda").mul(16).log(), normal(self.heads)
-        self.states = torch.zeros(slots, self.heads, 128, 128, device="cuda")
+        self.states = torch.zeros(slots, *state_shape(self.heads), device="cuda")
         self.past = torch.zeros(slots, 3, self.columns, dtype=torch.bfloat16, device="cuda")
 
     @property
@@ -119,11 +120,24 @@ def eager(step: Step) -> float:
 # --- decode -----------------------------------------------------------------------------------------------------------
 
 
+def places_of(requests: int) -> torch.Tensor:
+    """Tokens before each request's, int32."""
+    return torch.arange(requests, dtype=torch.int32) + 1000
+
+
+def bytes_of(who: str, requests: int) -> int:
+    """What a value head reads and writes of states in a step."""
+    if who == "vllm":
+        return requests * 2**17
+    row = places_of(requests) % CHUNK
+    return int((2**15 + 512 * (row + 1) + 4 * row + 3 * 2**15 * (row == CHUNK - 1)).sum())
+
+
 def jetrl_decode(layers: list[Layer], requests: int) -> tuple[Callable, Callable, Callable]:
     """Conv, rule and norm of a layer, given what the one before returned."""
     places = (
         torch.randperm(requests, device="cuda").int() + 1,  # slot 0 is vLLM's null page
-        torch.full((requests,), 1000, dtype=torch.int32, device="cuda"),
+        places_of(requests).cuda(),
         torch.arange(requests + 1, dtype=torch.int32, device="cuda"),
     )
 
@@ -150,7 +164,7 @@ def vllm_decode(layers: list[Layer], requests: int) -> tuple[Callable, Callable,
     slots = torch.randperm(requests, device="cuda").int() + 1
     for layer in layers:  # in vLLM's types; the convolution overwrites its input
         layer.rounded, layer.overwritten = (layer.a.bfloat16(), layer.b.bfloat16()), layer.x.clone()
-        layer.gate = layer.z.reshape(-1, 128)
+        layer.gate, layer.states = layer.z.reshape(-1, 128), layer.states[:, :, :128].contiguous()
 
     def conv(layer: Layer, _: object) -> torch.Tensor:
         update = convolution.causal_conv1d_update
@@ -182,7 +196,7 @@ def decode(who: str, model: str, requests: int) -> None:
         "norm": captured([partial(norm, *operands) for operands in zip(layers, os, strict=True)]),
         "together": captured(whole),
     }
-    rate = requests * heads * 2**17 / parts["rule"] / 1e3
+    rate = heads * bytes_of(who, requests) / parts["rule"] / 1e3
     show("decode", model, f"{requests} requests", who, **parts, **{"GB/s of the rule": f"{rate:.0f}"})
 
 

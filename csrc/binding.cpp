@@ -422,10 +422,9 @@ int64_t rows_of_heads(const char* name, const Tensor& rows, int64_t tokens, int6
 
 void delta_rule(const Tensor& qkv, const Tensor& b, const Tensor& a, const Tensor& a_log, const Tensor& dt_bias,
                 const std::optional<Tensor>& states, const std::optional<Tensor>& slots,
-                const std::optional<Tensor>& computed, const Tensor& cu_seqlens, const std::optional<Tensor>& factors,
-                const Tensor& out) {
+                const std::optional<Tensor>& computed, const Tensor& cu_seqlens, const Tensor& out) {
   const Device device(qkv);
-  constexpr int64_t kHead = 128;
+  constexpr int64_t kHead = 128, kStateRows = 193;
   STD_TORCH_CHECK(qkv.dim() == 2 && b.dim() == 2 && cu_seqlens.dim() == 1 && cu_seqlens.size(0) >= 1,
                   "jetrl_native: a delta rule has qkv and b of two dimensions, and boundaries of sequences.");
   const int64_t tokens = qkv.size(0), heads = b.size(1), keys = (qkv.size(1) / kHead - heads) / 2;
@@ -442,7 +441,6 @@ void delta_rule(const Tensor& qkv, const Tensor& b, const Tensor& a, const Tenso
                         nullptr,
                         contiguous<const int32_t>("cu_seqlens", cu_seqlens, ScalarType::Int, {sequences + 1}),
                         contiguous<uint16_t>("out", out, ScalarType::BFloat16, {tokens, heads, kHead}),
-                        nullptr,
                         rows_of_heads("b", b, tokens, heads),
                         rows_of_heads("a", a, tokens, heads),
                         0,
@@ -451,16 +449,13 @@ void delta_rule(const Tensor& qkv, const Tensor& b, const Tensor& a, const Tenso
                         int(sequences),
                         narrow(keys),
                         narrow(heads)};
-  narrow((sequences + 1) * heads * 4);  // blocks
-  if (factors.has_value()) {
-    call.factors = contiguous<float>("factors", *factors, ScalarType::Float, {5, tokens, heads});
-  }
+  narrow((sequences + 1) * heads * 2);  // blocks
   if (states.has_value()) {
     STD_TORCH_CHECK(on_device(*states) && states->dim() == 4 && states->scalar_type() == ScalarType::Float &&
-                        states->size(1) == heads && states->size(2) == kHead && states->size(3) == kHead &&
+                        states->size(1) == heads && states->size(2) == kStateRows && states->size(3) == kHead &&
                         states->stride(3) == 1 && states->stride(2) == kHead && states->stride(1) % 4 == 0 &&
                         states->stride(0) % 4 == 0 && starts_on_16_bytes(*states),
-                    "jetrl_native: states of a delta rule must be FP32 [slots, heads, 128, 128], each head's contiguous "
+                    "jetrl_native: states of a delta rule must be FP32 [slots, heads, 193, 128], each head's contiguous "
                     "and on a multiple of 16 bytes.");
     STD_TORCH_CHECK(slots.has_value() && computed.has_value(), "jetrl_native: states need slots and computed tokens.");
     call.states = static_cast<float*>(states->data_ptr());
@@ -500,7 +495,7 @@ void declare(torch::stable::detail::StableLibrary& library) {
       "Tensor(a!) out, int cluster) -> ()");
   library.def(
       "delta_rule(Tensor qkv, Tensor b, Tensor a, Tensor a_log, Tensor dt_bias, Tensor(a!)? states, Tensor? slots, "
-      "Tensor? computed, Tensor cu_seqlens, Tensor(b!)? factors, Tensor(c!) out) -> ()");
+      "Tensor? computed, Tensor cu_seqlens, Tensor(b!) out) -> ()");
   library.def(
       "silu_mul_backward(Tensor dy, Tensor gate, Tensor up, Tensor(a!) dgate, Tensor(b!) dgate_scales, "
       "Tensor(c!) dgate_columns, Tensor(d!) dgate_column_scales, Tensor(e!) dup, Tensor(f!) dup_scales, "

@@ -269,10 +269,9 @@ void decode_attention_bf16(const DecodeAttention& call, const Bf16Pages& pages, 
 
 // The gated delta rule over sequences whose tokens are cu_seqlens[i] .. cu_seqlens[i + 1]. BF16 qkv [tokens,
 // (2 keys + heads) 128] and out [tokens, heads, 128], contiguous; FP32 b and a [tokens, heads], rows `stride_b` and
-// `stride_a` apart; a_log FP32 (taken at its BF16 value) and dt_bias BF16 [heads]. FP32 states [slots, heads, 128
-// values, 128 keys], slots and heads multiples of four elements apart, or null: then sequences begin with zeros. A
-// negative slot gives zeros and is not written; without computed tokens a slot is not read. `factors`: FP32 [5, tokens,
-// heads] for what a token's blocks share, or null: each computes it. It changes no bit.
+// `stride_a` apart; a_log FP32 (taken at its BF16 value) and dt_bias BF16 [heads]. States (delta_rule.cuh): FP32 [slots,
+// heads, 193, 128], slots and heads multiples of four elements apart, or null: then sequences begin with zeros. A
+// negative slot gives zeros and is not written; without computed tokens a slot is not read.
 struct DeltaRule {
   const uint16_t* qkv;
   const float *b, *a, *a_log;
@@ -280,10 +279,11 @@ struct DeltaRule {
   float* states;
   const int32_t *slots, *computed, *cu_seqlens;
   uint16_t* out;
-  float* factors;
   int64_t stride_b, stride_a, stride_slot, stride_head;
   int tokens, sequences, keys, heads;
 };
 void delta_rule(const DeltaRule& call, Stream stream);
+// The same for few tokens a sequence, which are computed one by one; with states.
+void delta_decode(const DeltaRule& call, Stream stream);
 
 }  // namespace jetrl

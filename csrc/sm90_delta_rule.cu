@@ -1,317 +1,473 @@
 // Copyright 2026 The jetrl_verl Authors
 // SPDX-License-Identifier: Apache-2.0
 
-// The gated delta rule (reference/delta_net.py), one step per token, of prompts, decodes and training alike:
+// The gated delta rule (delta_rule.cuh) over chunks of 64 tokens: training, prompts and mixed steps.
 //
-//   r = S k,  a = S q             sums over keys of the state before the token, k and q as they are stored
-//   d = (v - decay n r) beta n    n = 1 / |k|
-//   S = decay S + d k^T
-//   o = decay m a + m (q k) d     m = 128^-1/2 / |q|
-//
-// Norms and decay multiply sums, not the keys, and both sums read one state. 16 lanes share kValues rows of the state (a
-// row is a value's 128 keys), a lane has keys 4 l .. 4 l + 3 of each half of a row; fewer values where blocks of eight
-// would leave multiprocessors idle. A token waits for no other warp. The order of a sum is a lane's eight products, then
-// lanes 8, 4, 2, 1 apart, for every kValues; it is the same whether a launch of its own has computed the factors of
-// norms and gates, or the block itself.
+// A block has one value head, or half of its values where blocks are few and states are not kept. Values are the rows of
+// every product, so a warp has 16 of them from end to end: S in FP32 registers, BF16 of it as an operand, u of its rows
+// first in the registers that sum it, then as an operand. Once a chunk the warps share out what does not depend on
+// values: norms, gates, and the factors a and P. Within a block of 16 rows u goes from lane to lane of four, two rows at
+// a time, and the sums of later rows take it in FP32. The next chunk's rows arrive meanwhile.
 
-#include <cmath>
-
-#include "launch.h"
-#include "sm90.cuh"
+#include "delta_rule.cuh"
 
 namespace jetrl {
 namespace {
 
-constexpr int kHead = 128, kLanes = 16;
-constexpr int kAhead = 16;                              // tokens from a prefetch to its use
-constexpr int kFactorThreads = 64, kFactorTokens = kFactorThreads / kLanes;  // of a block that computes factors
+using namespace delta;
 
-// What multiplies a token's sums in one head.
-struct Factors {
-  float4 of_sums;  // decay, -decay n, beta n, decay m
-  float of_delta;  // m (q k)
+constexpr int kPieces = kHead / 8;         // of 16 bytes in a row of queries or keys
+constexpr int kFactorPieces = kChunk / 8;  // in a row of factors
+constexpr int kRowTile = kChunk * 2 * kHead, kFactorTile = kChunk * 2 * kChunk;
+
+// Shared memory in bytes: two stages of rows, then what one chunk is computed with.
+template <int kWarps>
+struct Layout {
+  static constexpr int kThreads = 32 * kWarps, kValuePieces = 2 * kWarps;
+  static constexpr int kOfQ = kRowTile, kOfV = 2 * kRowTile, kOfGates = kOfV + kChunk * 16 * kValuePieces;
+  static constexpr int kStage = kOfGates + 2 * kChunk * 4;
+  static constexpr int kDeltaFactors = 2 * kStage, kOutputFactors = kDeltaFactors + kFactorTile;
+  static constexpr int kWithin = kOutputFactors + kFactorTile;  // FP32 [block][j][pair of rows]: a, a, P, P
+  static constexpr int kVectors = kWithin + kChunk * kBlock * 2 * 4;
+  static constexpr int kDeltas = kVectors + 5 * kChunk * 4;  // u as operands, of each thread alone
+  static constexpr int kBytes = kDeltas + kThreads * kChunk;
 };
 
-struct Norms {
-  float q, k, product;
+// Of a chunk's rows.
+struct Vectors {
+  float *total, *beta, *since, *until, *steps;  // G, beta, exp(G), exp(G_63 - G), g
+
+  JETRL_DEVICE explicit Vectors(float* at)
+      : total(at), beta(at + kChunk), since(at + 2 * kChunk), until(at + 3 * kChunk), steps(at + 4 * kChunk) {}
 };
 
-// Eight numbers of a row: those of `words` and of those 64 further.
-JETRL_DEVICE void widen(float (&x)[8], const uint2 (&words)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    x[4 * half] = sm90::low_half(words[half].x), x[4 * half + 1] = sm90::high_half(words[half].x);
-    x[4 * half + 2] = sm90::low_half(words[half].y), x[4 * half + 3] = sm90::high_half(words[half].y);
+JETRL_DEVICE float2 pair_at(const float* from) { return *reinterpret_cast<const float2*>(from); }
+
+template <int kWarps>
+struct Chunk {
+  using Bytes = Layout<kWarps>;
+
+  const DeltaRule& p;
+  const Sequence& sequence;
+  uint8_t* memory;
+  uint32_t address;
+  int head, first_value, thread, lane, warp;
+  // Row r is token `base` + r. Rows up to `known` come from the state, `rows` are there in all.
+  int base, known, rows;
+  uint32_t stage;  // offset
+  int64_t row_stride;
+  const uint16_t* first_query;  // of token 0
+
+  JETRL_DEVICE Chunk(const DeltaRule& call, const Sequence& of, int of_head, int slice)
+      : p(call), sequence(of), memory(sm90::dynamic_shared_memory()), address(sm90::shared_address(memory)),
+        head(of_head), first_value(slice * kValues * kWarps), thread(sm90::thread_index()), lane(thread % 32),
+        warp(thread / 32), base(of.begin - of.computed % kChunk), known(of.computed % kChunk),
+        rows(rows_from(base)), stage(0), row_stride(int64_t(2 * p.keys + p.heads) * kHead),
+        first_query(Rows(p, 0, head).q) {}
+
+  JETRL_DEVICE int rows_from(int token) const {
+    return sequence.end - token < kChunk ? sequence.end - token : kChunk;
   }
-}
+  JETRL_DEVICE bool is_last() const { return base + kChunk >= sequence.end; }
+  JETRL_DEVICE bool is_new(int row) const { return row >= known && row < rows; }
+  JETRL_DEVICE Vectors vectors() const { return Vectors(reinterpret_cast<float*>(memory + Bytes::kVectors)); }
 
-JETRL_DEVICE void load_row(uint2 (&words)[2], const uint16_t* row) {
-  words[0] = *reinterpret_cast<const uint2*>(row);
-  words[1] = *reinterpret_cast<const uint2*>(row + kHead / 2);
-}
+  JETRL_DEVICE void advance() {
+    base += kChunk, known = 0, rows = rows_from(base);
+    stage = Bytes::kStage - stage;
+  }
 
-JETRL_DEVICE float product_of(const float (&x)[8], const float (&y)[8]) {
-  float sum = sm90::multiply(x[0], y[0]);
-#pragma unroll
-  for (int i = 1; i < 8; ++i) sum = sm90::multiply_add(x[i], y[i], sum);
-  return sum;
-}
-
-JETRL_DEVICE float sum_of_lanes(float x) {
-#pragma unroll
-  for (int mask = kLanes / 2; mask > 0; mask /= 2) x = sm90::add(x, sm90::shuffle_xor(x, mask));
-  return x;
-}
-
-JETRL_DEVICE Norms norms_of(const float (&q)[8], const float (&k)[8]) {
-  constexpr float kScale = 0x1.6a09e6p-4f, kEps = 1e-6f;  // 128^-1/2
-  const float of_q = sum_of_lanes(product_of(q, q)), of_k = sum_of_lanes(product_of(k, k));
-  return {sm90::multiply(sm90::reciprocal_root(sm90::add(of_q, kEps)), kScale),
-          sm90::reciprocal_root(sm90::add(of_k, kEps)), sum_of_lanes(product_of(q, k))};
-}
-
-JETRL_DEVICE float as_bf16(float x) { return sm90::float_of(sm90::pack_bf16(0.0f, x)); }
-
-JETRL_DEVICE Factors factors_of(const Norms& norms, float b, float a, float a_log, float dt_bias) {
-  const float x = sm90::add(a, dt_bias);
-  const float softplus = x > 20.0f ? x : log1pf(expf(x));
-  const float decay = expf(sm90::multiply(-expf(as_bf16(a_log)), softplus));
-  const float beta = sm90::reciprocal(sm90::add(1.0f, expf(-b)));
-  return {{decay, sm90::multiply(-decay, norms.k), sm90::multiply(beta, norms.k), sm90::multiply(decay, norms.q)},
-          sm90::multiply(norms.q, norms.product)};
-}
-
-// 16 lanes have a token's query and key, and each of them one of the heads that share those.
-JETRL_KERNEL void __launch_bounds__(kFactorThreads) sm90_delta_factors(JETRL_GRID_CONSTANT DeltaRule p) {
-  const int lane = sm90::thread_index() % kLanes, group = sm90::thread_index() / kLanes, key = sm90::block_column();
-  const int token = sm90::block_index() * kFactorTokens + group, heads_of_key = p.heads / p.keys;
-  const int64_t row = token < p.tokens ? token : p.tokens - 1;
-  const uint16_t* at = p.qkv + row * (2 * p.keys + p.heads) * kHead + key * kHead + 4 * lane;
-  uint2 words[2];
-  float q[8], k[8];
-  load_row(words, at);
-  widen(q, words);
-  load_row(words, at + p.keys * kHead);
-  widen(k, words);
-  const Norms norms = norms_of(q, k);
-  if (token >= p.tokens) return;
+  // Starts copies of the rows; zeros where there is none. Known rows of v are their u.
+  JETRL_DEVICE void load() const {
+    constexpr int kRows = Bytes::kThreads / kPieces, kRowsOfV = Bytes::kThreads / Bytes::kValuePieces;
+    static_assert(kRows % 8 == 0 && kRowsOfV % 8 == 0, "a thread's pieces lie alike in their rows");
+    int row = thread / kPieces;
+    uint32_t to = address + stage + piece(row, thread % kPieces, kPieces);
+    const uint16_t* q = first_query + (base + row) * row_stride + thread % kPieces * 8;
+    const uint16_t* stored = sequence.state + (kKeyRows + row) * kHead + thread % kPieces * 8;
 #pragma unroll 1
-  for (int i = lane; i < heads_of_key; i += kLanes) {
-    const int head = key * heads_of_key + i;
-    const Factors factors = factors_of(norms, p.b[row * p.stride_b + head], p.a[row * p.stride_a + head], p.a_log[head],
-                                       sm90::bf16_to_float(p.dt_bias[head]));
-    const int64_t place = row * p.heads + head;
-    *reinterpret_cast<float4*>(p.factors + 4 * place) = factors.of_sums;
-    p.factors[4 * int64_t(p.tokens) * p.heads + place] = factors.of_delta;
-  }
-}
-
-// A token's operands as they lie in memory. `of_sums`: factors, or b and a.
-struct Token {
-  uint2 q[2], k[2];
-  uint16_t v;
-  float4 of_sums;
-  float of_delta;
-};
-
-template <bool kShared>
-struct Reader {
-  const uint16_t *q, *k, *v;
-  const float *first, *second;
-  int64_t row, stride_first, stride_second;
-
-  JETRL_DEVICE Reader(const DeltaRule& p, int64_t token, int head, int lane, int value) {
-    const int key = head / (p.heads / p.keys);
-    row = int64_t(2 * p.keys + p.heads) * kHead;
-    q = p.qkv + token * row + key * kHead + 4 * lane;
-    k = q + p.keys * kHead;
-    v = p.qkv + token * row + (2 * p.keys + head) * kHead + value;
-    if (kShared) {
-      stride_first = 4 * p.heads, stride_second = p.heads;
-      first = p.factors + token * stride_first + 4 * head;
-      second = p.factors + 4 * int64_t(p.tokens) * p.heads + token * stride_second + head;
-    } else {
-      stride_first = p.stride_b, stride_second = p.stride_a;
-      first = p.b + token * stride_first + head, second = p.a + token * stride_second + head;
+    for (; row < kChunk; row += kRows) {
+      sm90::cp_async_16(to, row < known ? stored : q + p.keys * kHead, row < rows);
+      sm90::cp_async_16(to + Bytes::kOfQ, q, is_new(row));
+      to += kRows * 2 * kHead, q += kRows * row_stride, stored += kRows * kHead;
     }
-  }
-
-  JETRL_DEVICE Token load() const {
-    Token token;
-    load_row(token.q, q);
-    load_row(token.k, k);
-    token.v = *v;
-    token.of_sums = kShared ? *reinterpret_cast<const float4*>(first) : float4{*first, 0.0f, 0.0f, 0.0f};
-    token.of_delta = *second;
-    return token;
-  }
-
-  JETRL_DEVICE void advance(bool further) {
-    const int64_t step = further ? row : 0;
-    q += step, k += step, v += step;
-    first += further ? stride_first : 0, second += further ? stride_second : 0;
-  }
-};
-
-// A thread brings 32 bytes of the query, the key, the block's values or a factor of one token after the other into L2.
-struct Prefetch {
-  const char* at = nullptr;
-  int64_t step = 0;
-
-  template <int kBlockValues, bool kShared>
-  JETRL_DEVICE void start(const Reader<kShared>& reader, int thread, int lane, int own_value) {
-    constexpr int kSector = 16, kOfHead = kHead / kSector, kOfToken = 2 * kOfHead + kBlockValues / kSector;
-    if (thread < kOfToken) {
-      const uint16_t* operand = thread < 2 * kOfHead ? (thread < kOfHead ? reader.q : reader.k) - 4 * lane
-                                                     : reader.v - own_value;
-      at = reinterpret_cast<const char*>(operand + thread % kOfHead * kSector), step = 2 * reader.row;
-    } else if (thread == kOfToken) {
-      at = reinterpret_cast<const char*>(reader.first), step = 4 * reader.stride_first;
-    } else if (thread == kOfToken + 1) {
-      at = reinterpret_cast<const char*>(reader.second), step = 4 * reader.stride_second;
-    }
-  }
-
-  JETRL_DEVICE void next() {
-    at += step;
-    if (step != 0) sm90::prefetch_l2(at);
-  }
-};
-
-// Adds to a lane's kSums sums those of the lane kApart further. As long as there are two, a lane keeps one half of them
-// and gives the other away; a single one both lanes add.
-template <int kApart, int kSums>
-JETRL_DEVICE void add_lanes(float* x, int lane) {
-  if constexpr (kSums == 1) {
-    x[0] = sm90::add(x[0], sm90::shuffle_xor(x[0], kApart));
-  } else {
-    constexpr int kKept = kSums / 2;
-    const int upper = lane & kApart;
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const float kept = sm90::choose(upper, x[i + kKept], x[i]), given = sm90::choose(upper, x[i], x[i + kKept]);
-      x[i] = sm90::add(kept, sm90::shuffle_xor(given, kApart));
-    }
-  }
-  if constexpr (kApart > 1) add_lanes<kApart / 2, (kSums + 1) / 2>(x, lane);
-}
-
-template <bool kShared, int kValues, int kWarps>
-JETRL_KERNEL void __launch_bounds__(32 * kWarps, kValues < 8 ? 4 : kShared ? 8 : 6)
-    sm90_delta_rule(JETRL_GRID_CONSTANT DeltaRule p) {
-  constexpr int kBlockValues = 2 * kValues * kWarps, kSlices = kHead / kBlockValues;
-  constexpr int kOwners = kLanes / 2 / kValues;  // lanes that end with the sums of one value
-  const int thread = sm90::thread_index(), lane = thread % kLanes, half = thread % 32 & kLanes;
-  const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
-  const int sequence = sm90::block_index() / kSlices / p.heads;
-  // Value i of 16 lanes is that of lanes kOwners i and further, for the sum with k, and 8 lanes on, for that with q.
-  const int own = lane % (kLanes / 2), first_value = slice * kBlockValues + thread / kLanes * kValues;
-  const int value = first_value + own / kOwners;
-  const bool writes = lane >= kLanes / 2 && lane % kOwners == 0;
-  const bool paged = p.states != nullptr;
-  sm90::wait_for_previous_kernel();
-  // The blocks after those of the sequences write zeros after the last sequence.
-  const bool last_of_all = sequence == p.sequences;
-  const int begin = p.cu_seqlens[sequence], end = last_of_all ? p.tokens : p.cu_seqlens[sequence + 1];
-  const int64_t slot = last_of_all ? -1 : paged ? p.slots[sequence] : 0;
-  if (begin >= end) return;
-  uint16_t* out = p.out + (int64_t(begin) * p.heads + head) * kHead + value;
-  const int64_t out_row = int64_t(p.heads) * kHead;
-  if (slot < 0) {
+    row = thread / Bytes::kValuePieces;
+    const int part = thread % Bytes::kValuePieces, column = first_value + part * 8;
+    to = address + stage + Bytes::kOfV + piece(row, part, Bytes::kValuePieces);
+    const uint16_t* v = p.qkv + (base + row) * row_stride + (2 * p.keys + head) * kHead + column;
+    stored = sequence.state + (kDeltaRows + row) * kHead + column;
 #pragma unroll 1
-    for (int token = begin; token < end; ++token, out += out_row) {
-      if (writes) *out = 0;
+    for (; row < kChunk; row += kRowsOfV) {
+      sm90::cp_async_16(to, row < known ? stored : v, row < rows);
+      to += kRowsOfV * 16 * Bytes::kValuePieces, v += kRowsOfV * row_stride, stored += kRowsOfV * kHead;
     }
-    return;
-  }
-
-  float s[kValues][8] = {};
-  float* state = p.states + slot * p.stride_slot + head * p.stride_head + first_value * kHead + 4 * lane;
-  if (paged && p.computed[sequence] > 0) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float4 low = *reinterpret_cast<const float4*>(state + i * kHead);
-      const float4 high = *reinterpret_cast<const float4*>(state + i * kHead + kHead / 2);
-      s[i][0] = low.x, s[i][1] = low.y, s[i][2] = low.z, s[i][3] = low.w;
-      s[i][4] = high.x, s[i][5] = high.y, s[i][6] = high.z, s[i][7] = high.w;
+    if (thread < kChunk) {
+      const int64_t token = base + thread;
+      const uint32_t to = address + stage + Bytes::kOfGates + 4 * thread;
+      sm90::cp_async_f32(to, p.b + token * p.stride_b + head, is_new(thread));
+      sm90::cp_async_f32(to + 4 * kChunk, p.a + token * p.stride_a + head, is_new(thread));
     }
   }
-  const float a_log = kShared ? 0.0f : p.a_log[head], dt_bias = kShared ? 0.0f : sm90::bf16_to_float(p.dt_bias[head]);
-  Reader<kShared> reader(p, begin, head, lane, value);
-  Prefetch prefetch;
-  prefetch.start<kBlockValues>(reader, thread, lane, value - slice * kBlockValues);
-#pragma unroll 1
-  for (int ahead = 1; ahead < kAhead && begin + ahead < end; ++ahead) prefetch.next();
-  Token next = reader.load();
-#pragma unroll 1
-  for (int token = begin; token < end; ++token, out += out_row) {
-    float q[8], k[8];
-    widen(q, next.q);
-    widen(k, next.k);
-    const float v = sm90::bf16_to_float(next.v);
-    Factors factors = {next.of_sums, next.of_delta};
-    // The next token's operands, while these are used; the last token's are loaded again.
-    reader.advance(token + 1 < end);
-    next = reader.load();
-    if (token + kAhead < end) prefetch.next();
-    if (!kShared) factors = factors_of(norms_of(q, k), factors.of_sums.x, factors.of_delta, a_log, dt_bias);
 
-    float sums[2 * kValues];
+  // One warp: gates of two rows a lane, and their sums in order, which every lane adds up.
+  JETRL_DEVICE void compute_gates(float a_log, float dt_bias) const {
+    const Vectors of = vectors();
+    const float* b = reinterpret_cast<const float*>(memory + stage + Bytes::kOfGates);
+    const float* stored = reinterpret_cast<const float*>(sequence.state + kTotalRow * kHead);
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      sums[i] = product_of(s[i], k);
-      sums[kValues + i] = product_of(s[i], q);
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * lane + i;
+      of.steps[row] = is_new(row) ? log_decay(b[kChunk + row], a_log, dt_bias) : 0.0f;
+      of.beta[row] = is_new(row) ? strength(b[row]) : 0.0f;
     }
-    add_lanes<kLanes / 2, 2 * kValues>(sums, lane);
-    const float sum = sums[0];
-    const float delta = sm90::multiply(sm90::multiply_add(factors.of_sums.y, sum, v), factors.of_sums.z);
-    const float own_delta = sm90::shuffle(delta, half + own);
-    const float o = sm90::multiply_add(factors.of_sums.w, sum, sm90::multiply(factors.of_delta, own_delta));
-    if (writes) *out = uint16_t(sm90::pack_bf16(o, 0.0f));
+    sm90::sync_warp();
+    float total = known > 0 ? stored[known - 1] : 0.0f, own[2] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      const float of_value = sm90::shuffle(delta, half + kOwners * i);
+    for (int row = 0; row < kChunk; row += 4) {
+      const float4 g = *reinterpret_cast<const float4*>(of.steps + row);
+      const float steps[4] = {g.x, g.y, g.z, g.w};
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        s[i][j] = sm90::multiply_add(factors.of_sums.x, s[i][j], sm90::multiply(k[j], of_value));
+      for (int i = 0; i < 4; ++i) {
+        total = sm90::add(total, steps[i]);
+        own[i % 2] = lane == (row + i) / 2 ? total : own[i % 2];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 2 * lane + i;
+      const float of_row = row < known ? stored[row] : own[i];
+      of.total[row] = of_row;
+      of.since[row] = expf(of_row);
+      of.until[row] = decay_between(total, of_row);
+    }
+  }
+
+  // Warps from the second on: norms, in place, of eight rows of keys or queries at a time.
+  JETRL_DEVICE void normalize_rows() const {
+#pragma unroll 1
+    for (int i = warp - 1; i < 2 * kChunk / 8; i += kWarps - 1) {
+      const int row = 8 * i % kChunk + lane / 4;
+      if (row - lane / 4 >= rows) continue;
+      uint8_t* tile = memory + stage + (i < kChunk / 8 ? 0 : Bytes::kOfQ);
+      uint2 words[kGroups];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        words[g] = *reinterpret_cast<const uint2*>(tile + piece(row, 2 * g + lane % 4 / 2, kPieces) + lane % 2 * 8);
+      }
+      normalize(words);
+      if (!is_new(row)) continue;
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        *reinterpret_cast<uint2*>(tile + piece(row, 2 * g + lane % 4 / 2, kPieces) + lane % 2 * 8) = words[g];
       }
     }
   }
-  if (paged) {
+
+  // a or P of 16 x 16 rows at a time.
+  JETRL_DEVICE void compute_factors() const {
+    constexpr int kTiles = 10;  // of four blocks with each other, on and below the diagonal
+#pragma unroll 1
+    for (int i = warp; i < 2 * kTiles; i += kWarps) {
+      const int tile = i / 2, of_output = i % 2;
+      const int later = tile >= 6 ? 3 : tile >= 3 ? 2 : tile >= 1 ? 1 : 0, earlier = tile - later * (later + 1) / 2;
+      if (kBlock * later >= rows || kBlock * (later + 1) <= known) continue;
+      const uint32_t keys = address + stage;
+      float d[2][4] = {};
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) {
-      *reinterpret_cast<float4*>(state + i * kHead) = float4{s[i][0], s[i][1], s[i][2], s[i][3]};
-      *reinterpret_cast<float4*>(state + i * kHead + kHead / 2) = float4{s[i][4], s[i][5], s[i][6], s[i][7]};
+      for (int g = 0; g < kGroups; ++g) {
+        uint32_t a[4], low[2], high[2];
+        load_a(a, keys + (of_output ? Bytes::kOfQ : 0), kBlock * later, 2 * g, kPieces, lane);
+        load_b(low, high, keys, kBlock * earlier, 2 * g, kPieces, lane);
+        sm90::mma_bf16(d[0], a, low);
+        sm90::mma_bf16(d[1], a, high);
+      }
+      const Vectors of = vectors();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = kBlock * later + lane / 4 + 8 * half;
+        const float total = of.total[row], beta = of.beta[row];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int column = kBlock * earlier + 8 * n + 2 * (lane % 4);
+          const float2 totals = pair_at(of.total + column);
+          float factors[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float product = d[n][2 * half + c], decay = decay_between(total, c == 0 ? totals.x : totals.y);
+            const float factor = of_output ? factor_of_output(product, decay) : factor_of_delta(product, beta, decay);
+            factors[c] = column + c < row + of_output ? factor : 0.0f;
+          }
+          if (earlier < later) {
+            uint8_t* to = memory + (of_output ? Bytes::kOutputFactors : Bytes::kDeltaFactors);
+            *reinterpret_cast<uint32_t*>(to + piece(row, column / 8, kFactorPieces) + lane % 4 * 4) =
+                sm90::pack_bf16(factors[0], factors[1]);
+          } else {
+            float* to = reinterpret_cast<float*>(memory + Bytes::kWithin) +
+                        (column * (kBlock / 2) + row % kBlock / 2) * 4 + 2 * of_output + row % 2;
+            to[0] = factors[0], to[kBlock / 2 * 4] = factors[1];
+          }
+        }
+      }
     }
+  }
+
+  JETRL_DEVICE uint32_t place_of_values(int row) const {  // of this lane, as an operand
+    return address + stage + Bytes::kOfV +
+           piece(row + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2, Bytes::kValuePieces);
+  }
+  JETRL_DEVICE uint4* place_of_delta(int block) const {
+    return reinterpret_cast<uint4*>(memory + Bytes::kDeltas) + block * Bytes::kThreads + thread;
+  }
+
+  // Adds the rows before this block to the sums of its rows.
+  JETRL_DEVICE void add_blocks(float (&x)[2][4], float (&y)[2][4], int block) const {
+#pragma unroll 1
+    for (int j = 0; j < block; ++j) {
+      const uint4 words = *place_of_delta(j);
+      const uint32_t u[4] = {words.x, words.y, words.z, words.w};
+      uint32_t low[2], high[2];
+      load_b(low, high, address + Bytes::kDeltaFactors, kBlock * block, 2 * j, kFactorPieces, lane);
+      sm90::mma_bf16(x[0], u, low);
+      sm90::mma_bf16(x[1], u, high);
+      load_b(low, high, address + Bytes::kOutputFactors, kBlock * block, 2 * j, kFactorPieces, lane);
+      sm90::mma_bf16(y[0], u, low);
+      sm90::mma_bf16(y[1], u, high);
+    }
+  }
+
+  // u of a block's rows from their sums, two rows after the other, and what they add to the outputs. `stored`: of the
+  // rows that are known already, `known_here` of them.
+  template <bool kSomeKnown>
+  JETRL_DEVICE void add_within(uint32_t (&u)[4], float (&x)[2][4], float (&y)[2][4], const uint32_t (&stored)[4],
+                               int known_here, int block) const {
+    const float4* factors = reinterpret_cast<const float4*>(memory + Bytes::kWithin) + block * kBlock * kBlock / 2;
+    const int quad = lane % 4;
+#pragma unroll
+    for (int pair = 0; pair < kBlock / 2; ++pair) {
+      const int n = pair / 4, owner = pair % 4;
+      const float4* of_pair = factors + 2 * pair * kBlock / 2 + quad;
+      const float4 first = of_pair[4 * n], second = of_pair[4 * n + kBlock / 2];
+      float u0[2], u1[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t word = sm90::pack_bf16(x[n][2 * r], 0.0f);
+        if (kSomeKnown && 2 * pair < known_here) word = stored[2 * n + r] & 0xFFFF;
+        const float next = sm90::multiply_add(first.y, sm90::low_half(word), x[n][2 * r + 1]);
+        if (kSomeKnown) {
+          word |= 2 * pair + 1 < known_here ? stored[2 * n + r] & 0xFFFF0000u : sm90::pack_bf16(0.0f, next);
+        } else {
+          word = sm90::pack_bf16(x[n][2 * r], next);
+        }
+        word = uint32_t(sm90::shuffle(int(word), lane - quad + owner));
+        if (quad == owner) u[2 * n + r] = word;
+        u0[r] = sm90::low_half(word), u1[r] = sm90::high_half(word);
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        // Sums of earlier rows, and of these, are not read again.
+        x[n][2 * r] = sm90::multiply_add(second.x, u1[r], sm90::multiply_add(first.x, u0[r], x[n][2 * r]));
+        x[n][2 * r + 1] = sm90::multiply_add(second.y, u1[r], sm90::multiply_add(first.y, u0[r], x[n][2 * r + 1]));
+        if (quad >= owner) {
+          y[n][2 * r] = sm90::multiply_add(first.z, u0[r], y[n][2 * r]);
+          y[n][2 * r + 1] = sm90::multiply_add(second.w, u1[r], sm90::multiply_add(first.w, u0[r], y[n][2 * r + 1]));
+        }
+        if (quad > owner) y[n][2 * r] = sm90::multiply_add(second.z, u1[r], y[n][2 * r]);
+      }
+      if (n == 0) {
+        const float4 third = of_pair[4], fourth = of_pair[4 + kBlock / 2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          x[1][2 * r] = sm90::multiply_add(fourth.x, u1[r], sm90::multiply_add(third.x, u0[r], x[1][2 * r]));
+          x[1][2 * r + 1] = sm90::multiply_add(fourth.y, u1[r], sm90::multiply_add(third.y, u0[r], x[1][2 * r + 1]));
+          y[1][2 * r] = sm90::multiply_add(fourth.z, u1[r], sm90::multiply_add(third.z, u0[r], y[1][2 * r]));
+          y[1][2 * r + 1] = sm90::multiply_add(fourth.w, u1[r], sm90::multiply_add(third.w, u0[r], y[1][2 * r + 1]));
+        }
+      }
+    }
+  }
+
+  // Writes this warp's values of a block's new rows; `to` is that of the chunk's first row.
+  JETRL_DEVICE void write_rows(const uint32_t (&words)[4], uint16_t* to, int64_t row_stride, int first_row) const {
+    sm90::sync_warp();
+    sm90::stmatrix_x4_transposed(place_of_values(first_row), words[0], words[1], words[2], words[3]);
+    sm90::sync_warp();
+    const int row = first_row + lane / 2, part = lane % 2;
+    if (!is_new(row)) return;
+    const uint8_t* from = memory + stage + Bytes::kOfV + piece(row, 2 * warp + part, Bytes::kValuePieces);
+    uint16_t* place = to + row * row_stride + first_value + kValues * warp + 8 * part;
+    *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(from);
+  }
+
+  JETRL_DEVICE void compute_block(int block, const uint32_t (&s16)[kGroups][4]) const {
+    const int first_row = kBlock * block;
+    uint32_t values[4], u[4];
+    sm90::ldmatrix_x4_transposed(values, place_of_values(first_row));
+    if (first_row + kBlock <= known) {
+      *place_of_delta(block) = uint4{values[0], values[1], values[2], values[3]};
+      return;
+    }
+    float x[2][4] = {}, y[2][4] = {};
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      uint32_t low[2], high[2];
+      load_b(low, high, address + stage, first_row, 2 * g, kPieces, lane);
+      sm90::mma_bf16(x[0], s16[g], low);
+      sm90::mma_bf16(x[1], s16[g], high);
+      load_b(low, high, address + stage + Bytes::kOfQ, first_row, 2 * g, kPieces, lane);
+      sm90::mma_bf16(y[0], s16[g], low);
+      sm90::mma_bf16(y[1], s16[g], high);
+    }
+    const Vectors of = vectors();
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int row = first_row + 8 * n + 2 * (lane % 4);
+      const float2 beta = pair_at(of.beta + row), since = pair_at(of.since + row);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t v = values[2 * n + r];
+        x[n][2 * r] = begin_delta(x[n][2 * r], sm90::low_half(v), beta.x, since.x);
+        x[n][2 * r + 1] = begin_delta(x[n][2 * r + 1], sm90::high_half(v), beta.y, since.y);
+        y[n][2 * r] = begin_output(y[n][2 * r], since.x);
+        y[n][2 * r + 1] = begin_output(y[n][2 * r + 1], since.y);
+      }
+    }
+    add_blocks(x, y, block);
+    if (first_row < known) {
+      add_within<true>(u, x, y, values, known - first_row, block);
+    } else {
+      add_within<false>(u, x, y, values, 0, block);
+    }
+    *place_of_delta(block) = uint4{u[0], u[1], u[2], u[3]};
+    const uint32_t o[4] = {sm90::pack_bf16(y[0][0], y[0][1]), sm90::pack_bf16(y[0][2], y[0][3]),
+                           sm90::pack_bf16(y[1][0], y[1][1]), sm90::pack_bf16(y[1][2], y[1][3])};
+    const int64_t out_row = int64_t(p.heads) * kHead;
+    write_rows(o, p.out + base * out_row + head * kHead, out_row, first_row);
+    if (sequence.state != nullptr && rows < kChunk) {
+      write_rows(u, sequence.state + kDeltaRows * kHead, kHead, first_row);
+    }
+  }
+
+  // S at the end of the chunk.
+  JETRL_DEVICE void close(float (&s)[2 * kGroups][4]) const {
+    const Vectors of = vectors();
+    const float decay = of.since[kChunk - 1];
+#pragma unroll
+    for (int n = 0; n < 2 * kGroups; ++n) decay_tile(s[n], decay);
+#pragma unroll 1
+    for (int block = 0; block < kChunk / kBlock; ++block) {
+      const uint4 words = *place_of_delta(block);
+      const int row = kBlock * block + 2 * (lane % 4);
+      const float2 low_rows = pair_at(of.until + row), high_rows = pair_at(of.until + row + 8);
+      const uint32_t u[4] = {decayed(words.x, low_rows), decayed(words.y, low_rows), decayed(words.z, high_rows),
+                             decayed(words.w, high_rows)};
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        uint32_t low[2], high[2];
+        load_b_transposed(low, high, address + stage, kBlock * block, 2 * g, kPieces, lane);
+        sm90::mma_bf16(s[2 * g], u, low);
+        sm90::mma_bf16(s[2 * g + 1], u, high);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 2 * kGroups; ++n) round_tile(s[n]);
+  }
+
+  // Keys and sums of gates of an open chunk's new rows.
+  JETRL_DEVICE void write_open_rows() const {
+#pragma unroll 1
+    for (int i = thread; i < rows * kPieces; i += Bytes::kThreads) {
+      const int row = i / kPieces, part = i % kPieces;
+      if (row < known) continue;
+      *reinterpret_cast<uint4*>(sequence.state + (kKeyRows + row) * kHead + 8 * part) =
+          *reinterpret_cast<const uint4*>(memory + stage + piece(row, part, kPieces));
+    }
+    if (thread < kChunk && is_new(thread)) {
+      reinterpret_cast<float*>(sequence.state + kTotalRow * kHead)[thread] = vectors().total[thread];
+    }
+  }
+};
+
+template <int kWarps>
+JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID_CONSTANT DeltaRule p) {
+  constexpr int kSlices = kHead / (kValues * kWarps);
+  const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
+  sm90::wait_for_previous_kernel();
+  const float a_log = p.a_log[head], dt_bias = sm90::bf16_to_float(p.dt_bias[head]);
+  const Sequence sequence(p, sm90::block_index() / kSlices / p.heads, head);
+  if (sequence.begin >= sequence.end) return;
+  if (!sequence.has_slot) {
+    if (slice == 0) sequence.write_zeros(p, head, 32 * kWarps);
+    return;
+  }
+  Chunk<kWarps> chunk(p, sequence, head, slice);
+  chunk.load();
+  float s[2 * kGroups][4] = {};
+  const int value = chunk.first_value + kValues * chunk.warp + chunk.lane / 4;
+  if (sequence.computed >= kChunk) {  // before, S is zero
+#pragma unroll
+    for (int n = 0; n < 2 * kGroups; ++n) load_tile(s[n], sequence.state, value, n, chunk.lane);
+  }
+  bool is_new = false;
+#pragma unroll 1
+  for (;; chunk.advance()) {
+    sm90::cp_async_wait();
+    sm90::sync_block();
+    if (!chunk.is_last()) {
+      Chunk<kWarps> next = chunk;
+      next.advance();
+      next.load();
+    }
+    if (chunk.warp == 0) {
+      chunk.compute_gates(a_log, dt_bias);
+    } else {
+      chunk.normalize_rows();
+    }
+    sm90::sync_block();
+    chunk.compute_factors();
+    sm90::sync_block();
+    {
+      uint32_t s16[kGroups][4];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &s[2 * g + i / 2][2 * (i % 2)];
+          s16[g][i] = sm90::pack_bf16(pair[0], pair[1]);
+        }
+      }
+#pragma unroll 1
+      for (int block = 0; kBlock * block < chunk.rows; ++block) chunk.compute_block(block, s16);
+    }
+    if (chunk.rows == kChunk) {
+      chunk.close(s);
+      is_new = true;
+    }
+    if (chunk.is_last()) break;
+  }
+  if (sequence.state == nullptr) return;
+  if (chunk.rows < kChunk) chunk.write_open_rows();
+  if (is_new) {
+#pragma unroll
+    for (int n = 0; n < 2 * kGroups; ++n) store_tile(s[n], sequence.state, value, n, chunk.lane);
   }
 }
 
-template <int kValues, int kWarps>
-void launch_rule(const DeltaRule& p, Stream stream) {
-  const int blocks = (p.sequences + 1) * p.heads * (kHead / (2 * kValues * kWarps));
-  const Grid grid{blocks, 1, 32 * kWarps, 0, stream, true};  // starts while the convolution ends
-  if (p.factors != nullptr) {
-    launch<sm90_delta_rule<true, kValues, kWarps>>(grid, p);
-  } else {
-    launch<sm90_delta_rule<false, kValues, kWarps>>(grid, p);
-  }
+template <int kWarps>
+void launch_chunks(const DeltaRule& p, Stream stream) {
+  const int blocks = (p.sequences + 1) * p.heads * (kHead / (kValues * kWarps));
+  // Starts while the convolution ends.
+  launch<sm90_delta_chunks<kWarps>>(Grid{blocks, 1, 32 * kWarps, Layout<kWarps>::kBytes, stream, true}, p);
 }
 
 }  // namespace
 
 void delta_rule(const DeltaRule& p, Stream stream) {
-  if (p.factors != nullptr) {
-    launch<sm90_delta_factors>(
-        Grid{ceil_div(p.tokens, kFactorTokens), 1, kFactorThreads, 0, stream, false, p.keys}, p);
-  }
-  // A token takes a warp 420, 250 or 160 instructions for eight, four or two values of 16 lanes.
-  const int parts = 4 * p.sequences * p.heads, processors = multiprocessors();  // of 32 values
-  if (parts <= processors) {
-    launch_rule<2, 4>(p, stream);
-  } else if (parts <= 2 * processors) {
-    launch_rule<4, 4>(p, stream);
+  if (p.states != nullptr && p.tokens == p.sequences) {
+    delta_decode(p, stream);
+  } else if (p.states == nullptr && 2 * p.sequences * p.heads <= multiprocessors()) {
+    launch_chunks<4>(p, stream);
   } else {
-    launch_rule<8, 2>(p, stream);
+    launch_chunks<8>(p, stream);
   }
 }
 

@@ -3,7 +3,7 @@
 """The gated delta rule (reference/delta_net.py): l2 norms of queries and keys, gates, and the rule by chunks.
 
 ``gated_delta_rule`` computes whole sequences, ``gated_delta_rule_update`` continues those of a rollout's slots: the
-same bits, wherever a sequence is cut, by csrc/sm90_delta_rule.cu on a GPU. The gradient is computed by chunks of 64
+same bits, wherever a sequence is cut, by csrc/delta_rule.cuh on a GPU. The gradient is computed by chunks of 64
 tokens from the saved inputs: on a CPU in FP32, on a GPU by flash-linear-attention where it is installed, else by
 gated_delta_rule_gradient.py.
 """
@@ -51,12 +51,9 @@ def reference_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, 
 
 # --- native -----------------------------------------------------------------------------------------------------------
 
-_SHARE_FROM = 4
-"""Tokens a request, on average, from which what a token's blocks share is computed once, in a launch of its own."""
-
 
 def _native_supports(*call) -> bool:
-    """Whether csrc/sm90_delta_rule.cu computes this call."""
+    """Whether the kernels of csrc/delta_rule.cuh compute this call."""
     if native.unavailable() is not None:
         return False
     if len(call) == 6:  # without states
@@ -70,7 +67,6 @@ def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
     """As :func:`reference_gated_delta_rule_update`; without states every sequence starts here."""
     if not len(qkv):
         return
-    shared = len(qkv) >= _SHARE_FROM * (len(cu_seqlens) - 1)
     native.operators().delta_rule(
         qkv.contiguous(),
         unit_stride(b),
@@ -82,7 +78,6 @@ def native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, states, slots, com
         slots,
         computed,
         cu_seqlens,
-        b.new_empty(5, *b.shape) if shared else None,
         out,
     )
 

@@ -54,7 +54,7 @@ _ARGUMENTS = {
     "transpose": _TRANSPOSE,
     "decode_attention": "q cache lengths block_table scale units out cluster",
     "decode_attention_bf16": "q keys values lengths block_table scale out cluster",
-    "delta_rule": "qkv b a a_log dt_bias states slots computed cu_seqlens factors out",
+    "delta_rule": "qkv b a a_log dt_bias states slots computed cu_seqlens out",
     "silu_mul_backward": "dy gate up dgate dgate_scales dgate_columns dgate_column_scales "
     "dup dup_scales dup_columns dup_column_scales pow2",
 }

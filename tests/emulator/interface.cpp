@@ -69,6 +69,9 @@ int jetrl_blocks() { return machine.grid; }
 
 void jetrl_set_multiprocessors(int count) { machine.multiprocessors = count; }
 
+// Of the next calls by torch's operators.
+void jetrl_set_seed(uint32_t seed) { machine.seed = seed; }
+
 // kernel: 0 fprop, 1 decode, 2 wgrad, 3 fprop_of_ranks (`ranks`). Returns 0, or 1 with the reason in jetrl_error.
 int jetrl_run(int kernel, int m, int n, int k, const void* a, int64_t a_stride, const float* a_scales, int64_t a_row,
               int64_t a_group, const void* b, int64_t b_stride, const float* b_scales, int64_t b_row, int64_t b_group,

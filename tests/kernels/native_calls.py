@@ -53,7 +53,7 @@ def arguments_of(operator: str) -> tuple[dict, dict[str, torch.Tensor]]:
         qkv, b, a, _, _, a_log, dt_bias, _ = delta_inputs(3)
         arguments = dict(qkv=qkv, b=b, a=a, a_log=a_log, dt_bias=dt_bias.bfloat16(), cu_seqlens=packed(2, 1))
         arguments |= dict(slots=torch.tensor([1, -1], dtype=torch.int32), computed=torch.zeros(2, dtype=torch.int32))
-        results = {"states": torch.full((2, 4, BLOCK, BLOCK), torch.nan), "factors": torch.full((5, 3, 4), torch.nan)}
+        results = {"states": torch.full((2, 4, 193, BLOCK), torch.nan)}
         results |= {"out": torch.full((3, 4, BLOCK), torch.nan).bfloat16()}
     elif operator == "relayout":
         arguments = {"qdata": a.qdata, "scales": a.scales, "pow2": False}
@@ -300,7 +300,7 @@ REFUSED = [
     ("delta_rule", "out", lambda x: x[:2], "out of a delta rule has another type, shape or place"),
     *(
         ("delta_rule", argument, of_type(torch.int64), f"{argument} of a delta rule has another type")
-        for argument in ("a_log", "dt_bias", "slots", "computed", "cu_seqlens", "factors")
+        for argument in ("a_log", "dt_bias", "slots", "computed", "cu_seqlens")
     ),
     *(("delta_rule", "a", change, "a of a delta rule must be FP32") for change in (spread, of_type(torch.bfloat16))),
     *(

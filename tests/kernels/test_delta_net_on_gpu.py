@@ -8,10 +8,11 @@ import pytest
 import torch
 from backends import triton_kernels
 from tensors import normal, packed
-from test_delta_net_on_cpu import HEADS, by_formula, check_cuts, check_sequences_alone, inputs, layer
+from test_delta_net_on_cpu import HEADS, by_formula, check_accuracy, check_cuts, check_sequences_alone, inputs, layer
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels import gated_delta_rule_gradient as gradient
+from jetrl_verl.reference import delta_net
 
 LENGTHS = (131, 1, 2, 64, 3, 700)
 rule = sys.modules["jetrl_verl.kernels.gated_delta_rule"]  # the package's attribute is the function
@@ -27,13 +28,42 @@ def test_every_cut_and_mixture_of_requests_has_the_trainers_bits(seed, most, str
 
 @pytest.mark.parametrize("strided", [False, True])
 def test_steps_of_many_and_of_few_requests_have_the_trainers_bits(strided):
-    """Eight values of a head at a time, then four, then two as the requests end."""
     check_cuts(5, 3, strided, "cuda", (40, 1, 2, 30, 60, 90, *(17,) * 30))
+
+
+@pytest.mark.parametrize(("keys", "heads"), [(16, 32), (16, 48)])
+def test_decodes_of_a_models_size_have_the_trainers_bits(keys, heads):
+    """Prompts, cut once, then a token of every request at a time, over two ends of chunks."""
+    generator = torch.Generator("cuda").manual_seed(keys)
+    requests, length = 40, 190
+    qkv = torch.randn(requests, length, (2 * keys + heads) * 128, device="cuda", generator=generator).bfloat16()
+    b, a = (torch.randn(requests, length, heads, device="cuda", generator=generator) for _ in range(2))
+    of_model = [torch.randn(heads, device="cuda", generator=generator) for _ in range(2)]
+    counts = torch.arange(requests, device="cuda", dtype=torch.int32) % 64 + 1  # tokens of a prompt
+    slots = torch.randperm(requests, device="cuda", generator=generator).int()
+    states = torch.full((requests, *delta_net.state_shape(heads)), torch.nan, device="cuda")
+    with torch.no_grad():
+        whole = kernels.gated_delta_rule(
+            *(x.flatten(0, 1) for x in (qkv, b, a)), *of_model, packed(*(length,) * requests).cuda()
+        ).unflatten(0, (requests, length))
+
+        def step(first: torch.Tensor, count: torch.Tensor) -> None:
+            tokens = torch.arange(length, device="cuda")
+            rows = (tokens >= first[:, None]) & (tokens < (first + count)[:, None])
+            cu = torch.nn.functional.pad(count.cumsum(0, dtype=torch.int32), (1, 0))
+            out = torch.empty_like(whole[rows])
+            kernels.gated_delta_rule_update(qkv[rows], b[rows], a[rows], *of_model, states, slots, first, cu, out)
+            assert torch.equal(out, whole[rows])
+
+        step(torch.zeros_like(counts), counts // 2)
+        step(counts // 2, counts - counts // 2)
+        for token in range(length - 64):
+            step(counts + token, torch.ones_like(counts))
 
 
 @pytest.mark.parametrize("more", [(), (3,) * 10, (3,) * 90, (1,) * 90])
 def test_a_sequence_depends_on_no_other_one(more):
-    """Few tokens a sequence are computed in one launch, more in two; many sequences more values at a time."""
+    """Of few sequences two blocks share a head's values."""
     check_sequences_alone("cuda", (131, 1, 2, 64, *more))
 
 
@@ -44,7 +74,7 @@ def test_a_captured_decode_step_writes_zeros_for_padded_requests_and_no_state(st
     computed = torch.zeros(requests, dtype=torch.int32, device="cuda")
     x, b, a, _, taps, a_log, dt_bias, _ = (t.cuda() for t in inputs(requests))
     cu = torch.arange(requests + 1, dtype=torch.int32, device="cuda")
-    states = torch.full((2 * requests, HEADS, 128, 128), torch.nan, device="cuda")
+    states = torch.full((2 * requests, HEADS, 193, 128), torch.nan, device="cuda")
     past = torch.full((2 * requests, 3, x.shape[1]), torch.nan, device="cuda").bfloat16()
     if strided:
         states, past = torch.cat([states, states], dim=1)[:, :HEADS], past.mT.contiguous().mT
@@ -70,7 +100,10 @@ def test_a_captured_decode_step_writes_zeros_for_padded_requests_and_no_state(st
             computed.fill_(tokens)
             graph.replay()
             assert got[:live].isfinite().all() and (got[live:] == 0).all()
-        assert states[requests : requests + live].isfinite().all() and past[requests : requests + live].isfinite().all()
+        rows = delta_net.state_of(states[requests : requests + live])[2:]
+        assert all(part[:, :, :3].isfinite().all() for part in rows)
+        assert all(part[:, :, 3:].view(torch.float32).isnan().all() for part in rows)
+        assert past[requests : requests + live].isfinite().all()
         assert states[:requests].isnan().all() and past[:requests].isnan().all()
 
 
@@ -87,19 +120,24 @@ def test_values_and_gradients():
         assert (leaf.grad.double().cpu() - exact_leaf.grad).norm() <= 2**-6 * exact_leaf.grad.norm()
 
 
-def test_states_have_fp32_accuracy():
-    """Against the CPU's recurrence, over 700 tokens of heads that forget nothing to everything."""
-    cu, (x, b, a, _, taps, a_log, dt_bias, _) = packed(700), (t.cuda() for t in inputs(700))
-    states = torch.zeros(2, 1, HEADS, 128, 128)
-    slots, computed = torch.zeros(2, dtype=torch.int32)
-    qkv = kernels.causal_conv1d(x, taps, cu.cuda())
+def test_the_rule_has_the_recurrences_values():
+    check_accuracy("cuda")
+
+
+def test_the_rule_is_the_references():
+    """Outputs and states, over 300 tokens of heads that forget nothing to everything."""
+    cu, (x, b, a, _, taps, a_log, dt_bias, _) = packed(300), inputs(300)
+    states, at = torch.zeros(2, 1, HEADS, 193, 128), torch.zeros(1, dtype=torch.int32)
+    qkv, outputs = kernels.causal_conv1d(x, taps, cu), []
     for target, device in zip(states, ("cpu", "cuda"), strict=True):
-        out = qkv.new_empty(*b.shape, 128)
-        call = [t.to(device) for t in (qkv, b, a, a_log, dt_bias, target, slots[None], computed[None], cu, out)]
+        out = torch.empty(300, HEADS, 128, dtype=qkv.dtype, device=device)
+        call = [t.to(device) for t in (qkv, b, a, a_log, dt_bias, target, at, at, cu, out)]
         kernels.gated_delta_rule_update(*call)
         target.copy_(call[5])
-    want, got = states
-    assert ((got - want).flatten(2).norm(dim=2) <= 1e-5 * want.flatten(2).norm(dim=2)).all()
+        outputs.append(out.cpu())
+    upper, _, *rows = zip(*map(delta_net.state_of, states), strict=True)
+    for want, got in [outputs, upper, *([x[:, :, : 300 % 64] for x in part] for part in rows)]:
+        assert (got.float() - want.float()).norm() <= 2**-7 * want.float().norm()
 
 
 # --- gradients of the rule --------------------------------------------------------------------------------------------

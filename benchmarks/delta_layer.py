@@ -8,8 +8,7 @@
 ``decode``: conv, rule and gated norm of one token of each request, each and together, captured in a CUDA graph of so
 many layers that states come from memory. Requests are at all places of a chunk; GB/s counts what a step reads and
 writes of states. ``forward`` and ``forward + backward``: the same operations of a packed micro-batch of 16,384 tokens.
-``backward``: the rule's gradient from its inputs by the two that a GPU has, with the memory that it takes next to its
-operands. *vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
+*vllm*: ``causal_conv1d_update``, the packed recurrent kernel and the gated norm of vLLM's wheel. *fla*:
 flash-linear-attention's chunk rule. Microseconds, medians.
 """
 
@@ -252,24 +251,6 @@ def training(who: str, model: str, sequences: int, length: int) -> None:
     show("forward + backward", model, shape, who, **times)
 
 
-def gradient(who: str, model: str, sequences: int, length: int) -> None:
-    rule = import_module("jetrl_verl.kernels.gated_delta_rule")
-    if who == "fla" and rule._fla_rule() is None:
-        return
-    layer = Layer(model, sequences * length)
-    cu = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * length
-    with torch.no_grad():
-        qkv = kernels.causal_conv1d(layer.x, layer.taps, cu)
-    operands = torch.randn(*layer.z.shape, device="cuda").bfloat16(), qkv, *layer.gates, cu
-    backward = partial(rule.gated_delta_rule_backward if who == "jetrl" else rule.fla_gradients, *operands)
-    time = eager(backward)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    backward()
-    taken = (torch.cuda.max_memory_allocated() - before) / 2**20
-    show("backward", model, f"{sequences} x {length}", who, rule=time, MiB=f"{taken:.0f}")
-
-
 def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("decode", "train"), help="leave out the other one")
@@ -285,8 +266,6 @@ def main(words: list[str] | None = None) -> int:
         ("jetrl", decode, decodes),
         ("jetrl", training, batches),
         ("fla", training, batches),
-        ("jetrl", gradient, batches),
-        ("fla", gradient, batches),
         ("vllm", decode, decodes),
     ):
         for case in cases:

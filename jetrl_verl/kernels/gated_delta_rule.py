@@ -4,29 +4,22 @@
 
 ``gated_delta_rule`` computes whole sequences, ``gated_delta_rule_update`` continues those of a rollout's slots: the
 same bits, wherever a sequence is cut, by csrc/delta_rule.cuh on a GPU. The gradient is computed by chunks of 64
-tokens from the saved inputs: on a CPU in FP32, on a GPU by flash-linear-attention where it is installed, else by
-gated_delta_rule_gradient.py.
+tokens from the saved inputs (gated_delta_rule_gradient.py).
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
-import torch.nn.functional as F
-import triton
-from packaging.version import Version
 from torch.autograd.function import once_differentiable
 
 from jetrl_verl.kernels import native
 from jetrl_verl.kernels.by_reference import keep, kept
 from jetrl_verl.kernels.dispatch import NATIVE_ALONE, implements, lookup
-from jetrl_verl.kernels.gated_delta_rule_gradient import Gradients, gated_delta_rule_backward
+from jetrl_verl.kernels.gated_delta_rule_gradient import gated_delta_rule_backward
 from jetrl_verl.kernels.operator import dispatched, operator, require_bf16, require_fp32, require_shape
 from jetrl_verl.kernels.recomputation import computed_once
 from jetrl_verl.kernels.slots import read_slots, require_slots, write_slots, zero_padded
 from jetrl_verl.kernels.views import as_type, unit_stride
 from jetrl_verl.reference import delta_net
-from jetrl_verl.reference.delta_net import HEAD, LINEAR_SOFTPLUS, heads_of, state_shape
+from jetrl_verl.reference.delta_net import HEAD, state_shape
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_update"]
 
@@ -88,38 +81,6 @@ def native_gated_delta_rule(qkv, b, a, a_log, dt_bias, cu_seqlens) -> torch.Tens
     out = qkv.new_empty(*b.shape, HEAD)
     native_gated_delta_rule_update(qkv, b, a, a_log, dt_bias, None, None, None, cu_seqlens, out)
     return out
-
-
-# --- gradient ---------------------------------------------------------------------------------------------------------
-
-
-@cache
-def _fla_rule() -> Callable | None:
-    """``chunk_gated_delta_rule`` of flash-linear-attention (package fla-core), None where it has no gradient.
-
-    Its gradient refuses Hopper under Triton from 3.4 to before 3.7.1, which compiles it wrongly.
-    """
-    if (3, 4) <= Version(triton.__version__).release < (3, 7, 1):
-        return None
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
-        return None
-    return chunk_gated_delta_rule
-
-
-def fla_gradients(do, qkv, b, a, a_log, dt_bias, cu_seqlens) -> Gradients:
-    """As ``gated_delta_rule_backward`` by flash-linear-attention, whose products round their operands to BF16."""
-    with torch.enable_grad():
-        leaves = [x.requires_grad_() for x in (qkv.detach(), *(x.detach().float() for x in (b, a, a_log, dt_bias)))]
-        q, k, v = heads_of(leaves[0], b.shape[1])
-        q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))
-        b, a, a_log, dt_bias = leaves[1:]
-        g, beta = -a_log.exp() * F.softplus(a + dt_bias, threshold=LINEAR_SOFTPLUS), b.sigmoid()
-        batch = (x[None].contiguous() for x in (q, k, v, g, beta.to(q.dtype)))
-        # The caller's own tensor of boundaries, by which fla caches what it derives from them.
-        o, _ = _fla_rule()(*batch, scale=HEAD**-0.5, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens)
-    return torch.autograd.grad(o, leaves, do[None])
 
 
 # --- torch operators --------------------------------------------------------------------------------------------------
@@ -203,11 +164,9 @@ class _GatedDeltaRule(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, do: torch.Tensor):
         (qkv, b, a), (a_log, dt_bias, cu_seqlens) = ctx.saved_tensors, kept(ctx)
-        with_fla = qkv.is_cuda and _fla_rule() is not None
-        gradients = fla_gradients if with_fla else gated_delta_rule_backward
         rounded = (x.to(torch.bfloat16) for x in (a_log, dt_bias))
         with torch.autocast(qkv.device.type, enabled=False):  # products stay FP32
-            dqkv, db, da, da_log, ddt_bias = gradients(do, qkv, b, a, *rounded, cu_seqlens)
+            dqkv, db, da, da_log, ddt_bias = gated_delta_rule_backward(do, qkv, b, a, *rounded, cu_seqlens)
         return dqkv, db, da, as_type(da_log, a_log.dtype), as_type(ddt_bias, dt_bias.dtype), None
 
 

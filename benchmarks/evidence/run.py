@@ -3,7 +3,7 @@
 """Runs of docs/evidence.md: verl trains the warmed-up policy under one arm, loss and seed.
 
     CUDA_VISIBLE_DEVICES=0 python3 -m benchmarks.evidence.run OUT jet_fp8@0.1:grpo:1 --seconds 1400
-    python3 -m benchmarks.evidence.run OUT bf16:grpo:1 --tiny   # two updates on a CPU
+    python3 -m benchmarks.evidence.run OUT bf16:grpo:1 --tiny   # four updates on a CPU
 
 A run is ``ARM[@SIGMA[stays]]:LOSS:SEED``, with an arm of ``ARMS`` and a loss of ``LOSSES``; ``@SIGMA`` adds noise of
 this size to the rollout's weights (dose.py), drawn anew at every sync or, with ``stays``, once. OUT is the folder that
@@ -87,7 +87,7 @@ class Sizes:
     tokens: int = 16384
 
 
-TINY_RUN = Sizes(rollouts=2, prompts=4, group=4, updates=1, tokens=4096)
+TINY_RUN = Sizes(rollouts=2, prompts=4, group=4, updates=2, tokens=4096)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,6 @@ def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, polic
         "actor_rollout_ref.rollout.max_num_seqs": sizes.prompts * sizes.group,
         "trainer.test_freq": sizes.rollouts,
         "trainer.save_freq": -1,
-        "trainer.project_name": "jetrl-evidence",
         "trainer.experiment_name": run.slug,
         **dict.fromkeys(SEED_KEYS, run.seed),
     }
@@ -160,6 +159,7 @@ def words_of(run: Trial, sizes: Sizes, levels: tuple[int, ...], out: Path, polic
         words |= {
             "actor_rollout_ref.rollout.gpu_memory_utilization": 0.05,
             "++actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes": 2_000_000_000,
+            "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 64,  # 2 GB if not set
             "actor_rollout_ref.rollout.free_cache_engine": False,
             "++actor_rollout_ref.rollout.enable_sleep_mode": False,
         }
@@ -212,7 +212,7 @@ def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: f
 
     if (status := run_verl(words, environment, paths.log, ends, look)) is None:
         status = TIME_UP
-    errors = last_errors(paths.log) if status else []
+    errors = last_errors(paths.log) if status not in (0, TIME_UP) else []
     save(status=status, errors=errors)
     print(f"{run}: status {status} after {time.monotonic() - began:.0f} s", *errors, sep="\n  ", flush=True)
     return int(status != 0)
@@ -226,7 +226,7 @@ def parser_of_runs(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", type=int, help="75 if not set")
     parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
     parser.add_argument("--lr", type=float, help="that of the loss if not set")
-    parser.add_argument("--tiny", action="store_true", help="two updates of a small policy, for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="four updates of a small policy, for a CPU")
     parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
     return parser
 

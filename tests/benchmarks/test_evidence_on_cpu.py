@@ -150,4 +150,4 @@ def test_a_run_that_a_machine_takes_along_has_left_its_lines(model, tokenizer, t
     with pytest.raises(KeyboardInterrupt):
         run.take(trial, tmp_path, 0, True, run.TINY_RUN, 0.0)
     result = picture.result_of(trial.results(tmp_path))
-    assert result.updates == 1 and not result.counts
+    assert result.updates == run.TINY_RUN.updates and not result.counts

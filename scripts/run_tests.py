@@ -27,6 +27,8 @@ GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes")
 """Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
 OF_VLLM = (("rollout",), ("sync", "patches"))
 """Folders of tests/ about what runs in vLLM: its layers, the weight sync with its contract check, and the patches."""
+LONG_JOBS = tuple(f"tests/e2e/test_{name}_on_cpu.py" for name in ("async", "hybrid", "options"))
+"""Half of the time of the end-to-end jobs; ``make test-vllm`` runs them beside the others."""
 PROCESSOR = (
     "tests/kernels/test_delta_net_on_cpu.py",
     "tests/kernels/test_quotient_on_cpu.py",
@@ -98,7 +100,9 @@ def processes(mode: str, words: list[str]) -> list[Process]:
     tests = [f"--tests={'no-e2e' if mode == 'all' else 'quick'}", *words]
     if mode == "vllm":
         groups = (Process("_".join(group), [*tests, *(f"tests/{folder}" for folder in group)]) for group in OF_VLLM)
-        return [jobs, *groups]
+        long_jobs = Process("long_e2e", ["--tests=e2e", *words, *LONG_JOBS])
+        jobs.words += [f"--ignore={path}" for path in LONG_JOBS]
+        return [long_jobs, jobs, *groups]
     taken = [folder for group in GROUPS for folder in group]
     queue = [Process("_".join(group), [*tests, *(f"tests/{folder}" for folder in group)]) for group in GROUPS]
     queue.append(Process("others", [*tests, "tests", *(f"--ignore=tests/{folder}" for folder in taken)]))

@@ -50,6 +50,11 @@ def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.squeeze(dim)
 
 
+def exp32(x: torch.Tensor) -> torch.Tensor:
+    """``exp(x)`` of BF16 or FP32 ``x``, rounded once, to FP32."""
+    return exp(x.double()).float()
+
+
 def silu(x: torch.Tensor) -> torch.Tensor:
     """``x sigmoid(x)`` of FP32 ``x``."""
     return x * sigmoid(x)
@@ -121,7 +126,7 @@ def gates(
     """
     x = (a + dt_bias.to(torch.bfloat16).float()).double()
     softplus = torch.where(x > LINEAR_SOFTPLUS, x, log1p(exp(x))).float()
-    return -exp(a_log.to(torch.bfloat16).double()).float() * softplus, sigmoid(b)
+    return -exp32(a_log.to(torch.bfloat16)) * softplus, sigmoid(b)
 
 
 def heads_of(qkv: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -193,7 +198,7 @@ def _factors(
     column = torch.arange(min(int(row.max()) + 1, CHUNK), device=row.device)
     reached = column < torch.stack([row, row + 1], 2).flatten(1)[:, None, :, None]
     between = total.repeat_interleave(2, 2).unsqueeze(-1) - state.total[:, :, None, : len(column)]
-    decay = exp(between.where(reached, -torch.inf).double()).float()
+    decay = exp32(between.where(reached, -torch.inf))
     scale = torch.stack([-beta, torch.full_like(beta, SCALE)], 3).flatten(2).unsqueeze(-1)
     factors = scale * _product(pair, state.k[:, :, : len(column)]) * decay
     factors = factors.where(reached, 0)  # with rows after a token's own the product may be NaN
@@ -234,7 +239,7 @@ def _block(
 
     # Rows of a token: 2 i becomes u, 2 i + 1 becomes o. Each row is a sum of its start and multiples of earlier u.
     pair = torch.stack([k, q], 3).flatten(2, 3)
-    since = exp(total.double()).float().unsqueeze(-1)
+    since = exp32(total).unsqueeze(-1)
     recalled = _product(pair, state.upper).unflatten(2, (-1, 2))
     u = beta.unsqueeze(-1) * (v.float() - since * recalled[:, :, :, 0])
     sums = torch.stack([u, SCALE * since * recalled[:, :, :, 1]], 3).flatten(2, 3)
@@ -266,8 +271,8 @@ def _block(
 def _close(state: State, full: torch.Tensor) -> None:
     """Begin the next chunk of the sequences ``full [F]``, whose open chunk has 64 rows; in place."""
     upper, lower, k, u, total = (part[full] for part in state)
-    until = exp((total[..., -1:] - total).double()).float().unsqueeze(-1)
-    since = exp(total[..., -1].double()).float()[..., None, None]
+    until = exp32(total[..., -1:] - total).unsqueeze(-1)
+    since = exp32(total[..., -1])[..., None, None]
     s = since * join_state(upper, lower) + _product((until * u.float()).to(torch.bfloat16).mT, k.mT)
     state.upper[full], state.lower[full] = split_state(s)
     for part in state[2:]:

@@ -4,6 +4,7 @@
 
 The folder is named by a hash of all settings and of the code that uses them, once it is complete."""
 
+import fcntl
 import hashlib
 import json
 import shutil
@@ -17,6 +18,9 @@ from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
 from jetrl_verl.tools.demo.warmup import WarmupConfig
 from jetrl_verl.tools.launch import say
+
+LOCK = ".lock"
+"""File of the cache that a process holds while it adds an entry; it stays, empty."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def find(recipe: Recipe, cache: Path) -> Prepared | None:
 
 
 def make(recipe: Recipe, cache: Path, device: str) -> Prepared:
-    """Generate the data, warm the policy up on ``device`` and store both.
+    """Generate the data, warm the policy up on ``device`` and store both; wait for another process that is at it.
 
     Raises ``UserError`` if ``cache`` is not writable or the warm-up does not reach its target.
     """
@@ -68,13 +72,23 @@ def make(recipe: Recipe, cache: Path, device: str) -> Prepared:
     logging.disable_progress_bar()
     with writing(cache, "--cache"):
         cache.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
-    try:
-        facts = _fill(recipe, building, device)
-        (building / "facts.json").write_text(json.dumps(facts, indent=2))
-        building.rename(_folder(recipe, cache))
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        lock = (cache / LOCK).open("w")
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(f"warm-up: waiting for another process that fills {cache}")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if (made := find(recipe, cache)) is not None:
+            return made
+        with writing(cache, "--cache"):
+            building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+        try:
+            facts = _fill(recipe, building, device)
+            (building / "facts.json").write_text(json.dumps(facts, indent=2))
+            building.rename(_folder(recipe, cache))
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
     return Prepared(_folder(recipe, cache).resolve(), facts)
 
 

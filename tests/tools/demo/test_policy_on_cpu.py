@@ -3,8 +3,11 @@
 """The demo's policy, tokenizer and warm-up in transformers and verl's agent loop; its cache, overrides and baseline."""
 
 import json
+import queue
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -184,7 +187,7 @@ def test_an_entry_is_used_for_its_own_recipe_only(filled):
 
 def test_an_interrupted_warm_up_leaves_no_entry(filled, tmp_path, monkeypatch):
     folder, made = filled
-    assert [path.name for path in folder.iterdir()] == [made.folder.name]
+    assert {path.name for path in folder.iterdir()} == {made.folder.name, cache.LOCK}
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -192,4 +195,25 @@ def test_an_interrupted_warm_up_leaves_no_entry(filled, tmp_path, monkeypatch):
     monkeypatch.setattr(cache.warmup, "warm_up", interrupted)
     with pytest.raises(KeyboardInterrupt):
         cache.make(RECIPE, tmp_path, "cpu")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [cache.LOCK]
+
+
+def test_of_two_processes_one_warms_up_and_the_other_waits_for_its_entry(tmp_path, monkeypatch):
+    entered, finish = threading.Event(), threading.Event()
+
+    def fill(recipe, folder, device):
+        assert not entered.is_set()
+        entered.set()
+        assert finish.wait(60)
+        return {"warmup_steps": 7}
+
+    said = queue.Queue()
+    monkeypatch.setattr(cache, "_fill", fill)
+    monkeypatch.setattr(cache, "say", said.put)
+    with ThreadPoolExecutor() as both:  # flock is held by the open file: two threads exclude each other as processes do
+        first = both.submit(cache.make, RECIPE, tmp_path, "cpu")
+        assert entered.wait(60)
+        second = both.submit(cache.make, RECIPE, tmp_path, "cpu")
+        assert "waiting for another process" in said.get(timeout=60)
+        finish.set()
+        assert first.result() == second.result() and first.result().facts == {"warmup_steps": 7}

@@ -26,6 +26,7 @@ from .support.scopes import (
     CRITIC_MODEL,
     MODEL,
     REPLICAS,
+    ROLLOUT,
     ROTARY,
     ULYSSES,
     ULYSSES_OF_THE_CRITIC,
@@ -224,6 +225,7 @@ def check_models(job: "Job", get: Get) -> None:
             check_bucket(job, model)
         if not job.images:
             check_wrap_policy(model, get)
+        check_prompt_cuts(job, model, get)
         for key in REPLICAS:
             check_replicas(model, key, get(key) or 1)
         for key in ULYSSES:
@@ -353,6 +355,26 @@ def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
 
     if replicas > 1 and family(model.config).experts is not None:
         refuse("mixture_over_replicas", what=f"the mixture of experts {model.path}", scope=f"{key}={replicas}")
+
+
+def check_prompt_cuts(job: "Job", model: ModelFiles, get: Get) -> None:
+    """Refuse steps of fewer tokens than a hybrid's page: vLLM 0.24 cuts cached prompts at ends of pages."""
+    from jetrl_verl.models import family
+    from jetrl_verl.models.families.base import page_tokens, read
+
+    decoder, key = family(model.config), f"{ROLLOUT}.max_num_batched_tokens"
+    prefixes = f"{ROLLOUT}.enable_prefix_caching"
+    cuts = get(prefixes) and get(f"{ROLLOUT}.enable_chunked_prefill")
+    if decoder.delta_net is None or not cuts or not (job.versions["vllm"] or "").startswith("0.24"):
+        return
+    state, of_chunk = decoder.delta_net.state_bytes(model.config)
+    heads = max(job.rollout_ranks, read(model.config, "num_key_value_heads"))
+    of_token = 2 * job.cache.head_bytes(heads * decoder.head_dim(model.config))
+    multiple = get(f"{VLLM}.block_size") or (128 if on_cpu() else 16)
+    tokens = page_tokens(state + of_chunk * job.shared, of_token, multiple)
+    if get(key) < tokens:
+        what, why = f"{key}={get(key)}", f"a page of the model {model.path} has {tokens} tokens"
+        refuse("page_of_states", what=what, why=why, remedy=f"Set {key}={tokens}, or {prefixes}=false")
 
 
 def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:

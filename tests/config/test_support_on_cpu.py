@@ -25,6 +25,7 @@ from jetrl_verl.config.model import (
     check_kernels,
     check_model,
     check_models,
+    check_prompt_cuts,
     check_ulysses,
     check_vocabulary,
     read_model,
@@ -33,7 +34,7 @@ from jetrl_verl.config.options import JetConfig
 from jetrl_verl.config.support import table
 from jetrl_verl.config.support.machine import MACHINE_ROWS, MODEL_ROWS
 from jetrl_verl.config.support.row import UnsupportedConfiguration, shown
-from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, AUTO, MODEL, SHARED, ULYSSES, VLLM
+from jetrl_verl.config.support.scopes import ACTOR, ATTENTION, AUTO, MODEL, ROLLOUT, SHARED, ULYSSES, VLLM
 from jetrl_verl.config.support.table import COMPOSITION_ROWS, TABLE, refusal
 from jetrl_verl.config.support.workers import COMMAND_ROWS, WORKER_ROWS
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES
@@ -95,7 +96,7 @@ test_verl_overrides_on_cpu.py test."""
 BELOW = {
     *("patch", "expert_shard_shape", "fused_kernels_of_a_padded_vocabulary", "ulysses_of_the_heads"),
     *("model_of_an_fp8_cache", "varlen_sliding_window", "varlen_dropout", "field_of_one_side", "models_own_code"),
-    *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower", "delta_net_without_kernels"),
+    *("varlen_model", "vllm_plugins", "wrap_policy_of_a_tower", "delta_net_without_kernels", "page_of_states"),
     *("exact_images", "vision_tower", "images_of_text_models", "text_of_stock_operations"),
     "vision_package",
     *("linear_of_no_family", "another_decoder", "layer_without_scaling", "checkpoint_of_another_factor"),
@@ -281,6 +282,30 @@ def test_images_in_the_data_run_the_tower_and_turn_exactness_off(model, tmp_path
     check_job(job(of=of_sections))
     assert "stops at a micro-batch" in refused(check_job, job(of=of_sections, **text))
     check_job(job(*shared, of=of_sections, **text))
+
+
+@pytest.mark.parametrize(
+    ("name", "operations", "tokens"),
+    [
+        ("qwen3.5-4b", "stock", 528),
+        ("qwen3.5-4b", "shared", 784),
+        ("qwen3.5-27b", "shared", 1184),
+        ("qwen3.5-35b-a3b", "shared", 1568),
+    ],
+)
+def test_steps_of_fewer_tokens_than_a_page_of_states_are_refused(model, name, operations, tokens):
+    files, key = read_model(model(KNOWN[name])), f"{ROLLOUT}.max_num_batched_tokens"
+
+    def check_budget(budget: int, vllm: str = "0.24.0", prefixes: bool = True) -> None:
+        config = changed(STOCK, {key: budget, f"{ROLLOUT}.enable_prefix_caching": prefixes})
+        job = Job(replace(OPTIONS, operations=operations), versions={"vllm": vllm})
+        check_prompt_cuts(job, files, reader(config))
+
+    check_budget(tokens)
+    check_budget(1, vllm="0.29.0")
+    check_budget(1, prefixes=False)
+    message = refused(check_budget, tokens - 1)
+    assert f"has {tokens} tokens. Set {key}={tokens}, or {ROLLOUT}.enable_prefix_caching=false." in message
 
 
 @pytest.mark.parametrize("key", ULYSSES)

@@ -18,6 +18,7 @@ from .scopes import (
     FOLDED,
     FP8_CACHE,
     MODEL,
+    ROLLOUT,
     SHARED,
     TENSOR_PARALLEL,
     VARLEN,
@@ -226,6 +227,12 @@ MODEL_ROWS: dict[str, Row] = {
         "FSDP1 with a wrap policy of your own, of a model with vision",
         "its tower keeps its weights, and would lie in a vector of trained ones",
         instead=f"Set {ACTOR}.strategy=fsdp2",
+    ),
+    "page_of_states": Row(
+        "steps of fewer tokens than a page of a delta net's states",
+        "vLLM cuts prompts at the ends of pages alone",
+        scope=Scope(f"{ROLLOUT}.enable_prefix_caching=true and vLLM 0.24"),
+        instead=f"Set a larger {ROLLOUT}.max_num_batched_tokens",
     ),
     "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),
     # --- what the shared operations do not cover ---

@@ -10,10 +10,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from math import ceil, prod
 from typing import Any, NamedTuple
 
 from jetrl_verl import kernels
 from jetrl_verl.kernels.probe_inputs import Variant
+from jetrl_verl.reference.delta_net import state_shape
 
 
 class Unsupported(ValueError):
@@ -231,6 +233,22 @@ class DeltaNet:
         """Features of all keys (as many as of all queries), and of all values."""
         keys, values = self.heads(config)
         return keys * read(config, self.key_dim), values * read(config, self.value_dim)
+
+    def state_bytes(self, config: Any) -> tuple[int, int]:
+        """Bytes of a request in one layer, whatever its length: the FP32 state and the convolution's BF16 inputs, and
+        what shared operations add to them, rows of the open chunk."""
+        keys, values = self.features(config)
+        matrices = 4 * read(config, self.key_dim) * values
+        inputs = 2 * (read(config, self.width) - 1) * (2 * keys + values)
+        return matrices + inputs, 4 * prod(state_shape(self.heads(config)[1])) - matrices
+
+
+def page_tokens(state_bytes: float, token_bytes: float, multiple: int = 16) -> int:
+    """Tokens of a page of vLLM's cache of a hybrid: a ``multiple``, whose keys and values take a state's bytes.
+
+    ``token_bytes``: of a token's keys and values in one layer.
+    """
+    return multiple * ceil(state_bytes / token_bytes / multiple)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from jetrl_verl.config.support.table import refusal
 from jetrl_verl.formats.catalog import UNQUANTIZED, cache_traits
 from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.models import UnsupportedLayer, family
-from jetrl_verl.models.families.base import read
+from jetrl_verl.models.families.base import page_tokens, read
 from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.reference.delta_net import state_shape
 
 BF16, FP32 = 2, 4  # bytes
-PAGE_TOKENS = 16
-"""vLLM's pages of keys and values have a multiple of as many tokens."""
 
 _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
@@ -174,10 +171,10 @@ class Model:
         of_token = self.kv_bytes(kv_cache)
         if not self.recurrent:
             return tokens * of_token
-        of_layer, state_bytes = of_token / self.caching, self.state_bytes + (self.chunk_bytes if shared else 0)
-        page_tokens = PAGE_TOKENS * ceil(state_bytes / of_layer / PAGE_TOKENS)
+        of_layer = of_token / self.caching
+        of_page = page_tokens(self.state_bytes + (self.chunk_bytes if shared else 0), of_layer)
         states = self.recurrent * (2 if prefix_caching else 1)
-        return (self.caching * ceil(tokens / page_tokens) + states) * page_tokens * of_layer
+        return (self.caching * ceil(tokens / of_page) + states) * of_page * of_layer
 
 
 def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
@@ -212,13 +209,10 @@ def model_of(name: str, config: Mapping[str, Any], tp: int = 1) -> Model:
             kept = BF16 * (projected + core) + FP32 * read(config, "num_attention_heads")
         if (delta := kind.delta_net) is not None:
             (_, values), mixed = delta.features(config), shapes[delta.qkv].n
-            width = read(config, delta.width)
-            parameters += width * mixed
+            parameters += read(config, delta.width) * mixed
             between = 2 * mixed + 3 * values
             kept = BF16 * (mixed + 2 * values) + 2 * FP32 * read(config, delta.value_heads)
-            matrices = FP32 * read(config, delta.key_dim) * values
-            state_bytes = matrices + BF16 * (width - 1) * mixed
-            chunk_bytes = FP32 * prod(state_shape(read(config, delta.value_heads))) - matrices
+            state_bytes, chunk_bytes = delta.state_bytes(config)
         kept += BF16 * hidden + FP32 * experts + (2 * BF16 * shapes[kind.down].k if kind.has_mlp else 0)
         kept += BF16 * hidden + FP32 if mixture is not None and mixture.shared_gate else 0
         results += number * kept

@@ -48,7 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.published_shapes import ROOT, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
-from jetrl_verl.inputs import UserError
+from jetrl_verl.inputs import UserError, writing
 from jetrl_verl.tools.bytecode import folders_without, start_compiling
 from jetrl_verl.tools.demo.overrides import words_of_a_local_ray, words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, quote
@@ -259,7 +259,6 @@ def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
     missing = folders_without()
     compiling = start_compiling(missing)  # once on all cores; else each process of a fresh machine does it again
     model = out / "models" / (f"{job.model}-tiny-{job.gpus}" if tiny else f"{job.model}-{job.response}")
-    out.mkdir(parents=True, exist_ok=True)
     with (out / "lock").open("w") as lock:  # a row side by side with this one waits for its model
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_model_apart(job.model, model, tiny, ends=round(MEAN * job.response), ranks=job.gpus)
@@ -343,6 +342,26 @@ def ratio(record: Mapping, records: Sequence[Mapping], names: Collection[str]) -
     return min(map(step_seconds, baselines)) / step_seconds(record) if baselines else None
 
 
+def append(file: Path, record: Mapping) -> None:
+    """Add a record's line, which is one of its own also where a machine's end has cut the last one."""
+    with file.open("a+") as lines:
+        lines.seek(0)
+        cut = lines.read()[-1:] not in ("", "\n")
+        lines.write("\n" * cut + json.dumps(record) + "\n")
+
+
+def read(file: Path) -> list[dict]:
+    """All records; a line that was cut is named and left out."""
+    records = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            words = f"line {number} of {file} was cut, so the table lacks its row. Take that row again."
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
+    return records
+
+
 def kept(records: Sequence[Mapping]) -> list[Mapping]:
     """All records but incomplete ones of which a later call took the same row on the same host."""
 
@@ -397,21 +416,22 @@ def main(words: Sequence[str] | None = None) -> int:
     if options.job:
         try:
             row = parse_row(options.row, ROWS, "a row")
+            if reason := refused(JOBS[options.job], row, options.tiny):
+                raise UserError(reason)
+            with writing(out, "OUT"):
+                out.mkdir(parents=True, exist_ok=True)
         except UserError as error:
             parser.error(str(error))
-        if reason := refused(JOBS[options.job], row, options.tiny):
-            parser.error(reason)
         with signals_raise():
             try:
                 record = take_row(out, options.job, row, options.tiny, began + options.seconds)
             except Interrupted as interrupted:
                 return 128 + interrupted.signal
-        with file.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
+        append(file, record)
         status = 0 if record["complete"] else record["status"] or 1
     elif not file.exists():
         parser.error(f"{file} does not exist: no row has run. Name a job and a row.")
-    show(kept([json.loads(line) for line in file.read_text().splitlines()]))
+    show(kept(read(file)))
     return status
 
 

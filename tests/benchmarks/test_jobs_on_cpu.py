@@ -86,6 +86,15 @@ def test_a_row_that_was_taken_again_replaces_an_incomplete_one():
     assert steps.kept([again, failed]) == [again, failed]
 
 
+def test_a_line_that_a_machines_end_has_cut_is_named_and_left_out(tmp_path, capsys):
+    file, rows = tmp_path / "steps.jsonl", [record("bf16_best", 24.0), record("jet_fp8", 20.0)]
+    steps.append(file, rows[0])
+    with file.open("a") as lines:
+        lines.write('{"job": "3b", "row": "jet')
+    steps.append(file, rows[1])
+    assert steps.read(file) == rows and "line 2 of" in capsys.readouterr().out
+
+
 def test_the_first_steps_and_those_without_a_gradient_are_left_out():
     logged = {"response_length/mean": 12.0, "response_length/clip_ratio": 0.25, "rollout_corr/k3_kl": 0.0}
     norms = (1.0, 1.0, None, 1.0, 1.0)

@@ -10,6 +10,8 @@ machine. A run that fails before its first rollout begins once more: of many tha
 taken.
 """
 
+import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,9 +20,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks.evidence.picture import result_of
-from benchmarks.evidence.run import Trial, parser_of_runs
+from benchmarks.evidence.run import Trial, parser_of_runs, positive, settings_of, sizes_of, trials_of
 from benchmarks.published_shapes import ROOT
-from jetrl_verl.inputs import UserError
+from jetrl_verl.inputs import UserError, reading
 from jetrl_verl.tools.process_tree import signals_raise
 
 DOSES = (0.003, 0.01, 0.03, 0.1, 0.3)
@@ -39,6 +41,20 @@ PROTOCOL = [f"{arm}:{loss}:{seed}" for seed in (1, 2, 3) for loss, arms in ARMS_
 def missing(runs: Iterable[Trial], out: Path) -> list[Trial]:
     """Those without a result in ``out`` that counts."""
     return [run for run in runs if (result := result_of(run.results(out))) is None or not result.counts]
+
+
+def check_results(runs: Iterable[Trial], out: Path, options: argparse.Namespace) -> None:
+    """Raise ``UserError`` if a result in ``out`` is of other settings than this booking's, which would count for it."""
+    for run in runs:
+        file, settings = run.results(out), settings_of(run, options.factor, sizes_of(run, options))
+        if file.exists():
+            with reading(file, "result", "Delete it"):
+                facts = json.loads(file.read_text().splitlines()[0])
+            if other := [f"{key} {facts[key]}" for key, value in settings.items() if facts.get(key, value) != value]:
+                words = (
+                    f"is of a run with {', '.join(other)}, which would count as one of these. Move it, or set the same"
+                )
+                raise UserError(f"{file} {words}.")
 
 
 def take_all(
@@ -74,11 +90,12 @@ def main() -> int:
     parser = parser_of_runs(__doc__)
     parser.add_argument("runs", nargs="*", metavar="RUN", help="those of the protocol that have no result if not set")
     parser.add_argument("--gpus", default="0,1", help="separated by commas, 0,1 if not set")
-    parser.add_argument("--slots", type=int, default=7, help="runs side by side on a GPU, 7 if not set")
+    parser.add_argument("--slots", type=positive, default=7, help="runs side by side on a GPU, 7 if not set")
     options = parser.parse_args()
     out, gpus = options.out.resolve(), options.gpus.split(",")
     try:
-        runs = [Trial.parse(text) for text in options.runs or PROTOCOL]
+        runs = trials_of(options.runs or PROTOCOL, out, options.tiny)
+        check_results([] if options.runs else runs, out, options)
     except UserError as error:
         parser.error(str(error))
     if not options.runs:

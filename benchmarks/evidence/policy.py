@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from benchmarks.evidence import task
+from jetrl_verl.inputs import UserError, load_json, reading, writing
 from jetrl_verl.reference.constants import BLOCK
 from jetrl_verl.tools.demo import policy, warmup
 from jetrl_verl.tools.demo.baseline import METRIC, BaselineRequest
@@ -136,12 +137,24 @@ def probability_without_free_words(free: torch.Tensor, model: nn.Module, ids: to
     return warmup.solution_probability(model, ids, judged)
 
 
+def is_complete(size: Size, out: Path) -> bool:
+    """Whether ``out`` has a policy. Raises ``UserError`` for one of another size, whose results would mix."""
+    with reading(out / "facts.json", "record of a policy", "Name another OUT"):
+        if not (out / "facts.json").exists():
+            return False
+        made = load_json(out / "facts.json")["size"]
+    if made != json.loads(json.dumps(asdict(size))):
+        raise UserError(f"{out} has a policy of another size or warm-up. Name another OUT, or --tiny for a tiny one.")
+    return True
+
+
 def prepare(size: Size, out: Path, device: str) -> None:
     """Fill ``out`` unless it is complete. Raises ``UserError`` if the warm-up does not reach its target."""
-    if (out / "facts.json").exists():
+    if is_complete(size, out):
         print(f"{out} is complete")
         return
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out, "OUT"):
+        out.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         write_parquet(task.draw_problems(split, getattr(size, split), size.levels), split, out / f"{split}.parquet")
     tokenizer = policy.build_tokenizer()
@@ -173,17 +186,24 @@ def scan(out: Path, powers: list[float], levels: tuple[int, ...], device: str) -
         print(f"factor {factors[record['step']]:g}: k3_kl {record['data'][METRIC]:.2e}")
 
 
+def powers(text: str) -> list[float]:
+    return [float(power) for power in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--tiny", action="store_true", help="a policy of 1.3M parameters that learnt nothing")
-    parser.add_argument("--scan", metavar="POWERS", help="of two, the planted factor, separated by commas")
+    parser.add_argument("--scan", metavar="POWERS", type=powers, help="of two, the planted factor, with commas between")
     options = parser.parse_args()
     size, device = TINY if options.tiny else FULL, choose_device("auto")
     out = options.out.resolve()
-    prepare(size, out, device)
+    try:
+        prepare(size, out, device)
+    except UserError as error:
+        parser.error(str(error))
     if options.scan:
-        scan(out, [float(power) for power in options.scan.split(",")], size.levels, device)
+        scan(out, options.scan, size.levels, device)
 
 
 if __name__ == "__main__":

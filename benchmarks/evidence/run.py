@@ -18,11 +18,12 @@ import re
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.evidence import dose, task
-from benchmarks.evidence.policy import FULL, TINY, write_planted
+from benchmarks.evidence.policy import FULL, TINY, is_complete, write_planted
 from benchmarks.published_shapes import ROOT
 from benchmarks.steps import TIME_UP, run_verl
 from jetrl_verl.inputs import UserError
@@ -177,6 +178,11 @@ def records_of(folder: Path) -> list[dict]:
     return [{"step": step, **{name: data[key] for name, key in keys.items() if key in data}} for step, data in steps]
 
 
+def settings_of(run: Trial, factor: float, sizes: Sizes) -> dict:
+    """What a run is, as the first line of its results has it."""
+    return {"arm": run.arm, "loss": run.loss, "seed": run.seed, "factor": factor, **vars(sizes)}
+
+
 def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: float) -> int:
     """Run verl and write the results; 1 unless it took all rollouts."""
     levels, device = (TINY if tiny else FULL).levels, choose_device("auto")
@@ -191,8 +197,7 @@ def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: f
     if run.sigma:
         environment |= dose.Dose(run.sigma, run.stays, run.seed, sizes.rollouts).environment()
     words = words_of(run, sizes, levels, out, write_planted(out, factor), device)
-    first = {"arm": run.arm, "loss": run.loss, "seed": run.seed, "factor": factor, "tiny": tiny}
-    first |= vars(sizes) | {"build": provenance()}
+    first = settings_of(run, factor, sizes) | {"tiny": tiny, "build": provenance()}
     run.results(out).parent.mkdir(exist_ok=True)
     began, logged = time.monotonic(), 0
 
@@ -218,13 +223,35 @@ def take(run: Trial, out: Path, factor: float, tiny: bool, sizes: Sizes, ends: f
     return int(status != 0)
 
 
+def trials_of(texts: Sequence[str], out: Path, tiny: bool) -> list[Trial]:
+    """The runs that ``texts`` stand for. Raises ``UserError`` if one stands for none, or ``out`` has no policy."""
+    if not is_complete(TINY if tiny else FULL, out):
+        raise UserError(f"{out} has no policy. Run `python3 -m benchmarks.evidence.policy {out}` first.")
+    return [Trial.parse(text) for text in texts]
+
+
+def sizes_of(run: Trial, options: argparse.Namespace) -> Sizes:
+    """Of a run with the options of :func:`parser_of_runs`. Raises ``UserError`` if its prompts make no updates."""
+    given = {key: value for key in ("rollouts", "prompts", "lr") if (value := getattr(options, key)) is not None}
+    sizes = replace(TINY_RUN if options.tiny else Sizes(), **{"lr": RATES[run.loss], **given})
+    if sizes.prompts % sizes.updates:
+        raise UserError(f"{sizes.prompts} prompts are not {sizes.updates} equal updates. Give a multiple.")
+    return sizes
+
+
+def positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
 def parser_of_runs(description: str) -> argparse.ArgumentParser:
     """With the options that one run and a booking of several share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT")
     parser.add_argument("--factor", type=float, default=FACTOR, help="of the planted outliers")
-    parser.add_argument("--rollouts", type=int, help="75 if not set")
-    parser.add_argument("--prompts", type=int, help="of a rollout, a multiple of 4, 32 if not set")
+    parser.add_argument("--rollouts", type=positive, help="75 if not set")
+    parser.add_argument("--prompts", type=positive, help="of a rollout, a multiple of 4, 32 if not set")
     parser.add_argument("--lr", type=float, help="that of the loss if not set")
     parser.add_argument("--tiny", action="store_true", help="four updates of a small policy, for a CPU")
     parser.add_argument("--seconds", type=float, default=1e9, help="that this call may take")
@@ -237,14 +264,11 @@ def main() -> int:
     parser.add_argument("run", metavar="RUN")
     options = parser.parse_args()
     out = options.out.resolve()
-    given = {key: value for key in ("rollouts", "prompts", "lr") if (value := getattr(options, key))}
     try:
-        run = Trial.parse(options.run)
-        if not (out / "facts.json").exists():
-            raise UserError(f"{out} has no policy. Run `python3 -m benchmarks.evidence.policy {out}` first.")
+        (run,) = trials_of([options.run], out, options.tiny)
+        sizes = sizes_of(run, options)
     except UserError as error:
         parser.error(str(error))
-    sizes = replace(TINY_RUN if options.tiny else Sizes(), **{"lr": RATES[run.loss], **given})
     with signals_raise():
         return take(run, out, options.factor, options.tiny, sizes, began + options.seconds)
 

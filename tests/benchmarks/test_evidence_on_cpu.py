@@ -3,6 +3,7 @@
 """benchmarks/evidence: the task's grading, outliers that change no bit, doses, verl's view of every arm, the tables."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from test_jobs_on_cpu import composed
 
 from benchmarks.evidence import booking, picture, policy, run, task
 from benchmarks.evidence.dose import Dose
+from jetrl_verl.inputs import UserError
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
 from jetrl_verl.tools.demo import warmup
@@ -102,6 +104,15 @@ def test_tables_of_results(tmp_path):
     assert (tmp_path / "evidence.png").stat().st_size
 
 
+def test_runs_begin_from_a_policy_of_their_size_alone(tmp_path):
+    with pytest.raises(UserError, match="has no policy"):
+        run.trials_of(["bf16:grpo:1"], tmp_path, tiny=True)
+    (tmp_path / "facts.json").write_text(json.dumps({"size": asdict(policy.TINY)}))
+    assert len(run.trials_of(["bf16:grpo:1"], tmp_path, tiny=True)) == 1
+    with pytest.raises(UserError, match="a policy of another size or warm-up"):
+        run.trials_of(["bf16:grpo:1"], tmp_path, tiny=False)
+
+
 def test_a_booking_takes_what_does_not_count_and_begins_failures_again(tmp_path, monkeypatch):
     """With 10 rollouts a run: cut after 8 counts, cut after 7 does not, one that fails at its start has a second go."""
     runs = [run.Trial.parse(text) for text in booking.PROTOCOL[:3]]
@@ -127,6 +138,10 @@ def test_a_booking_takes_what_does_not_count_and_begins_failures_again(tmp_path,
     leave(runs[0], 124, 8)
     leave(runs[1], 124, 7)
     assert booking.missing(runs, tmp_path) == runs[1:]
+    options = run.parser_of_runs("").parse_args([str(tmp_path), "--rollouts", "10"])
+    booking.check_results(runs, tmp_path, options)
+    with pytest.raises(UserError, match="with rollouts 10, which would count"):
+        booking.check_results(runs, tmp_path, run.parser_of_runs("").parse_args([str(tmp_path)]))
     monkeypatch.setattr(booking.subprocess, "Popen", Started)
     monkeypatch.setattr(booking.time, "sleep", lambda seconds: None)
     booking.take_all(runs[1:], tmp_path, ["0", "1"], 1, float("inf"), [])

@@ -7,6 +7,7 @@
     python3 -m benchmarks.steps OUT 3b jet_fp8+jetrl.kv_cache=fp8
     python3 -m benchmarks.steps OUT                                    # the table of all rows in OUT
     python3 -m benchmarks.steps OUT 3b jet_fp8 --tiny                  # two narrow layers on a CPU, to try it out
+    python3 -m benchmarks.steps OUT 3b jet_fp8 --timeline              # traces of one step more, for timeline.py
 
 GRPO on packed sequences with FSDP2, four responses to a prompt, no KL term. Weights are random, in a published shape.
 Responses end by themselves: their mean is half of the longest. Rows:
@@ -157,8 +158,10 @@ def refused(job: Job, row: Row, tiny: bool) -> str:
     return ""
 
 
-def words_of(job: Job, row: Row, model: Path, data: Path, paths: RunPaths, tiny: bool = False) -> list[str]:
-    """verl's overrides for one row of a job."""
+def words_of(
+    job: Job, row: Row, model: Path, data: Path, paths: RunPaths, tiny: bool = False, timeline: bool = False
+) -> list[str]:
+    """verl's overrides for one row of a job; with ``timeline`` verl's profiler traces one step after the timed ones."""
     prompts = job.sequences // SAMPLES
     words = [
         *ROWS[row.name],
@@ -192,7 +195,7 @@ def words_of(job: Job, row: Row, model: Path, data: Path, paths: RunPaths, tiny:
         f"{ROLLOUT}.calculate_log_probs=True",
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={job.gpus}",
-        f"trainer.total_training_steps={job.steps}",
+        f"trainer.total_training_steps={job.steps + timeline}",
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
@@ -210,6 +213,10 @@ def words_of(job: Job, row: Row, model: Path, data: Path, paths: RunPaths, tiny:
         words += [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(job.model) else []
     else:
         words += words_of_a_local_ray()
+    if timeline:
+        words += ["global_profiler.tool=torch", f"global_profiler.steps=[{job.steps + 1}]"]
+        words += [f"global_profiler.save_path={quote(paths.folder / 'traces')}"]
+        words += [f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.all_ranks=True"]
     if is_hybrid(job) and row.name in STOCK:
         words.append(f"{VLLM}.language_model_only=True")
         if not importlib.util.find_spec("flashinfer"):
@@ -253,7 +260,7 @@ def run_verl(
         return tree.poll()
 
 
-def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
+def take_row(out: Path, name: str, row: Row, tiny: bool, timeline: bool, ends: float) -> dict:
     """Run verl for one row, until ``ends`` by ``time.monotonic()`` at most; the row's record."""
     job = replace(JOBS[name], sequences=16, response=24, settings=()) if tiny else JOBS[name]
     missing = folders_without()
@@ -262,13 +269,13 @@ def take_row(out: Path, name: str, row: Row, tiny: bool, ends: float) -> dict:
     with (out / "lock").open("w") as lock:  # a row side by side with this one waits for its model
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_model_apart(job.model, model, tiny, ends=round(MEAN * job.response), ranks=job.gpus)
-        data = prepare_data(out, job.sequences // SAMPLES * job.steps)
+        data = prepare_data(out, job.sequences // SAMPLES * (job.steps + timeline))
     if compiling is not None:
         compiling.wait()
     paths = RunPaths(out / "runs" / f"{name}-{row.slug}")
     shutil.rmtree(paths.folder, ignore_errors=True)
     paths.folder.mkdir(parents=True)
-    words = words_of(job, row, model, data, paths, tiny)
+    words = words_of(job, row, model, data, paths, tiny, timeline)
     began = time.time()
     status = run_verl(words, build_environment(paths, "cpu" if tiny else "cuda"), paths.log, ends)
     record = {
@@ -410,6 +417,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("row", nargs="?", default="jet_fp8", help=f"of {', '.join(ROWS)}; jet_fp8 if not set")
     parser.add_argument("--seconds", type=float, default=560, help="that this call may take, 560 if not set")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers on a CPU, to try it out")
+    parser.add_argument("--timeline", action="store_true", help="trace one step after the timed ones, for timeline.py")
     options = parser.parse_args(words)
     out = options.out.resolve()
     file, status = out / "steps.jsonl", 0
@@ -424,7 +432,7 @@ def main(words: Sequence[str] | None = None) -> int:
             parser.error(str(error))
         with signals_raise():
             try:
-                record = take_row(out, options.job, row, options.tiny, began + options.seconds)
+                record = take_row(out, options.job, row, options.tiny, options.timeline, began + options.seconds)
             except Interrupted as interrupted:
                 return 128 + interrupted.signal
         append(file, record)

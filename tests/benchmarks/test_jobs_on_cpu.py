@@ -54,6 +54,12 @@ def test_verl_accepts_every_job(name, model, tmp_path):
     assert not config.actor_rollout_ref.rollout.ignore_eos and job.steps - job.timed == 2
 
 
+def test_a_timeline_traces_one_step_after_the_timed_ones(model, tmp_path):
+    config = accepted(steps.JOBS["3b"], "bf16_best", model, tmp_path, timeline=True)
+    assert config.global_profiler.steps == [config.trainer.total_training_steps] == [steps.JOBS["3b"].steps + 1]
+    assert config.actor_rollout_ref.actor.profiler.tool == "torch"
+
+
 def test_the_engine_alone_has_the_arguments_of_the_run(model, tmp_path, cpu_platform):
     job = replace(steps.JOBS["3b"], sequences=8, gpus=1, tp=1, ulysses=1)
     arguments = engine_alone.engine_arguments(accepted(job, "jet_fp8", model, tmp_path, tiny=True))

@@ -11,11 +11,12 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import PRECISIONS
+from jetrl_verl.config.support.table import TABLE
 from jetrl_verl.inputs import UserError, writing
 from jetrl_verl.tools.demo import baseline, cache
 from jetrl_verl.tools.demo.overrides import GROUP_SIZE, MAX_RESPONSE_TOKENS, PROMPTS, build_overrides
@@ -69,6 +70,9 @@ def run_demo(options: DemoOptions, trainer: Sequence[str] = VERL) -> int:
     ``trainer``: program to which the overrides are appended.
     """
     recipe = cache.Recipe(policy=POLICIES[options.policy])
+    if options.baseline and recipe.policy.delta_heads:
+        say(f"fp8_rollout is not measured on the policies of the run: {TABLE['hybrid_of_diff'].reason}")
+        options = replace(options, baseline=False)
     paths = RunPaths((options.out / f"{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}").resolve())
     try:
         with signals_raise():

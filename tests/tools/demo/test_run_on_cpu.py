@@ -200,10 +200,17 @@ def test_other_processes_keep_running(prepared, tmp_path):
 
 @pytest.mark.parametrize(
     ("policy", "precision", "shared"),
-    [("dense", "jet_fp8", False), ("moe", "jet_fp8", True), ("moe", "jet_fp8_exact", False), ("moe", "bf16", False)],
+    [
+        ("dense", "jet_fp8", False),
+        ("moe", "jet_fp8", True),
+        ("moe", "jet_fp8_exact", False),
+        ("moe", "bf16", False),
+        ("hybrid", "jet_fp8_exact", False),
+    ],
 )
-def test_a_mixture_under_jet_fp8_gets_shared_operations_on_a_cpu(policy, precision, shared, tmp_path, monkeypatch):
-    """`auto` is stock there, which does not support a mixture. The user's overrides come last."""
+def test_the_words_of_a_policy(policy, precision, shared, tmp_path, monkeypatch):
+    """On a CPU `auto` is stock, which does not support a mixture. Policies are saved for a measurement of fp8_rollout,
+    which a hybrid has not. The user's overrides come last."""
     recipes, commands = [], []
     monkeypatch.setattr(cache, "find", lambda recipe, folder: recipes.append(recipe) or cache.Prepared(tmp_path, {}))
     monkeypatch.setattr(run, "watch", lambda command, *_: commands.append(command) or 1)
@@ -211,6 +218,7 @@ def test_a_mixture_under_jet_fp8_gets_shared_operations_on_a_cpu(policy, precisi
     assert CliRunner().invoke(app, [*arguments, "a.b=1"]).exit_code == 1
     assert recipes[0].policy == POLICIES[policy]
     assert commands[0].count("jetrl.operations=shared") == shared and commands[0][-1] == "a.b=1"
+    assert commands[0].count("trainer.save_freq=1") == (policy != "hybrid")
 
 
 @pytest.mark.parametrize("command", ["demo", "compare"])

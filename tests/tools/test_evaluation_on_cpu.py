@@ -89,6 +89,14 @@ def test_every_run_is_scored_on_the_same_subset_of_problems(job, tmp_path, monke
     assert len(prompt_lists[0]) == 3 and prompt_lists[0] == prompt_lists[1] == prompt_lists[2]
 
 
+def test_an_engine_has_the_jobs_prefix_cache_and_no_vision_tower(job, judge, monkeypatch):
+    """A tower needs a processor, hence torchvision, which no other part of a job on text does."""
+    engines = []
+    monkeypatch.setattr("vllm.LLM", lambda *_, **arguments: engines.append(arguments))
+    Engine(load_config(job / "config.yaml"), judge.prompts)
+    assert engines[0]["language_model_only"] and engines[0]["enable_prefix_caching"]
+
+
 @pytest.fixture(scope="module")
 def engine(job, judge, cpu_platform):
     with vllm_engine.cpu_settings():

@@ -18,6 +18,7 @@ from typing import Any
 
 from jetrl_verl.config.support.table import refusal
 from jetrl_verl.inputs import UserError, reading
+from jetrl_verl.rollout.arguments import HYBRID
 from jetrl_verl.tools.provenance import provenance
 
 
@@ -137,9 +138,12 @@ class Engine:
             # A job that sets the size of its cache shares the GPU, so the free memory is not its own.
             kv_cache_memory_bytes=OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_memory_bytes"),
             enforce_eager=bool(rollout.enforce_eager),
+            enable_prefix_caching=bool(rollout.enable_prefix_caching),
             max_model_len=max(map(len, prompts)) + self._response,
             seed=0,
             worker_extension_cls="jetrl_verl.tools.compare.evaluate.SeededWorker",
+            language_model_only=True,  # a vision tower needs a processor, and the problems are text
+            **HYBRID,
         )
 
     def load(self, folder: Path) -> None:

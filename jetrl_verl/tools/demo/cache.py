@@ -74,11 +74,12 @@ def make(recipe: Recipe, cache: Path, device: str) -> Prepared:
         cache.mkdir(parents=True, exist_ok=True)
         lock = (cache / LOCK).open("w")
     with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"warm-up: waiting for another process that fills {cache}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with writing(cache, "--cache"):  # some network file systems have no locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say(f"warm-up: waiting for another process that fills {cache}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
         if (made := find(recipe, cache)) is not None:
             return made
         with writing(cache, "--cache"):

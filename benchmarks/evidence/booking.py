@@ -44,17 +44,17 @@ def missing(runs: Iterable[Trial], out: Path) -> list[Trial]:
 
 
 def check_results(runs: Iterable[Trial], out: Path, options: argparse.Namespace) -> None:
-    """Raise ``UserError`` if a result in ``out`` is of other settings than this booking's, which would count for it."""
+    """Raise ``UserError`` if results in ``out`` are of other settings than this booking's, which would count for it."""
+    others = []
     for run in runs:
         file, settings = run.results(out), settings_of(run, options.factor, sizes_of(run, options))
         if file.exists():
             with reading(file, "result", "Delete it"):
                 facts = json.loads(file.read_text().splitlines()[0])
-            if other := [f"{key} {facts[key]}" for key, value in settings.items() if facts.get(key, value) != value]:
-                words = (
-                    f"is of a run with {', '.join(other)}, which would count as one of these. Move it, or set the same"
-                )
-                raise UserError(f"{file} {words}.")
+            if changed := [f"{key} {facts[key]}" for key, value in settings.items() if facts.get(key, value) != value]:
+                others.append(f"{file.name} ({', '.join(changed)})")
+    if others:
+        raise UserError(f"Runs of other settings in {out / 'results'} would count: {', '.join(others)}. Move them.")
 
 
 def take_all(

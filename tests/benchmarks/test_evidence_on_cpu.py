@@ -140,7 +140,7 @@ def test_a_booking_takes_what_does_not_count_and_begins_failures_again(tmp_path,
     assert booking.missing(runs, tmp_path) == runs[1:]
     options = run.parser_of_runs("").parse_args([str(tmp_path), "--rollouts", "10"])
     booking.check_results(runs, tmp_path, options)
-    with pytest.raises(UserError, match="with rollouts 10, which would count"):
+    with pytest.raises(UserError, match=r"would count: \S+jsonl \(rollouts 10\), \S+jsonl \(rollouts 10\)\. Move"):
         booking.check_results(runs, tmp_path, run.parser_of_runs("").parse_args([str(tmp_path)]))
     monkeypatch.setattr(booking.subprocess, "Popen", Started)
     monkeypatch.setattr(booking.time, "sleep", lambda seconds: None)

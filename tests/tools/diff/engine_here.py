@@ -12,7 +12,10 @@ import torch
 from rich.console import Console
 from vllm_engine import CACHE
 
+from jetrl_verl import kernels
+from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import rollout, run
+from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.recording import Recording, Request
 
 
@@ -54,3 +57,27 @@ def comparer(policy, folder, patch, overrides: tuple[str, ...] = (), **arguments
         return status, report, console.export_text(), recordings[0]
 
     return compare
+
+
+def flipped(x: torch.Tensor | QuantizedTensor, row: int, element: int) -> torch.Tensor:
+    """A copy with the last bit of one element changed; of quantized data, of the tensor that was quantized."""
+    x = x.source if isinstance(x, QuantizedTensor) else x
+    x = x.clone(memory_format=torch.contiguous_format)
+    rows = bits(x).view(-1, x.shape[-1])
+    rows[row, element] ^= 1
+    return x
+
+
+def planted(name: str, calls: int, call: int, row: int, element: int):
+    """A patch that flips a bit in (the last) output of one of the ``calls`` of ``kernels.<name>`` in a forward."""
+    operation, count = getattr(kernels, name), iter(range(10**6))
+
+    def run(*args):
+        output = operation(*args)
+        if next(count) % calls != call:
+            return output
+        if isinstance(output, tuple):
+            return *output[:-1], flipped(output[-1], row, element)
+        return flipped(output, row, element)
+
+    return mock.patch.object(kernels, name, run)

@@ -8,14 +8,13 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_here import run_here
+from engine_here import planted, run_here
 from rich.console import Console
 from tiny_models import save_policy
 
 from jetrl_verl import kernels
 from jetrl_verl.tools.diff import rollout, run
 from jetrl_verl.tools.diff.attribution import attribute
-from jetrl_verl.tools.diff.measures import bits
 from jetrl_verl.tools.diff.operations import Operation, chosen_of, dense_choice
 from jetrl_verl.tools.diff.run import DiffOptions, run_diff
 from jetrl_verl.tools.diff.trainer import Trainer
@@ -113,42 +112,15 @@ def test_differences_of_stock_engines_are_attributed_completely(compared, precis
     assert (own("choice") > 0) == (precision == "fp8_rollout")
 
 
-def flipped(x: torch.Tensor, row: int, element: int) -> torch.Tensor:
-    x = x.clone()
-    bits(x)
-    x.view(len(x), -1).view({2: torch.int16, 4: torch.int32}[x.element_size()])[row, element] ^= 1
-    return x
-
-
-PLANTS = {
-    "logits": ("route", "router", lambda route: lambda x, *rest: route(flipped(x, 9, 6), *rest), (9, 6)),
-    "combine": ("combine", "combine", lambda combine: lambda y, row: flipped(combine(y, row), 11, 200), (11, 200)),
-}
+# Function of kernels, its calls in a forward, the one with another bit; operation, token and element.
+PLANTS = {"logits": ("logits", 3, 1, "router", 9, 6), "combine": ("combine", 2, 1, "combine", 11, 200)}
 
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bit_is_named(plant, compared, trainer):
-    name, operation, planted, (row, element) = PLANTS[plant]
-    recording, calls = compared[2]["jet_fp8_exact"], iter(range(10**6))
-    stock = getattr(kernels, name)
-    changed = planted(stock)
-
-    def second_layer_only(*args):
-        return changed(*args) if next(calls) % 2 else stock(*args)
-
-    # The tap sees logits at the router, so they are changed in the function that computes them.
-    if plant == "logits":
-        logits = kernels.logits
-        count = iter(range(10**6))
-
-        def made(x, weight):
-            answer = logits(x, weight)
-            return flipped(answer, row, element) if next(count) % 3 == 1 else answer
-
-        context = mock.patch.object(kernels, "logits", made)
-    else:
-        context = mock.patch.object(kernels, name, second_layer_only)
-    with context:
+    *call, operation, row, element = PLANTS[plant]
+    recording = compared[2]["jet_fp8_exact"]
+    with planted(*call, row, element):
         result = attribute(trainer, recording)
     first = result.first
     assert (first.layer, first.operation, first.element) == (1, operation, element)

@@ -11,16 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_here import run_here
+from engine_here import flipped, planted, run_here
 from rich.console import Console
 from tiny_models import save_policy
 from typer.testing import CliRunner
 
-from jetrl_verl import kernels
 from jetrl_verl.algorithms.old_log_probs import Difference
 from jetrl_verl.cli import app
 from jetrl_verl.inputs import UserError
-from jetrl_verl.reference import QuantizedTensor
 from jetrl_verl.tools.diff import rollout, run
 from jetrl_verl.tools.diff.attribution import attribute
 from jetrl_verl.tools.diff.measures import bits
@@ -108,15 +106,6 @@ def test_the_recorded_engine_is_not_the_configured_one(exact):
 # --- planted ---------------------------------------------------------------------------------------------------------
 
 
-def flipped(x: torch.Tensor | QuantizedTensor, row: int, element: int) -> torch.Tensor:
-    """A copy with the last bit of one element changed; of quantized data, of the tensor that was quantized."""
-    x = x.source if isinstance(x, QuantizedTensor) else x
-    x = x.clone(memory_format=torch.contiguous_format)
-    rows = bits(x).view(-1, x.shape[-1])
-    rows[row, element] ^= 1
-    return x
-
-
 @pytest.fixture
 def planting():
     """A stack of callbacks that undo the changes."""
@@ -124,19 +113,8 @@ def planting():
         yield stack
 
 
-def plant_in_operation(planting, trainer, name, calls, call, row, element):
-    """Flip a bit in (the last) output of one of the ``calls`` of ``kernels.<name>`` in a forward."""
-    operation, count = getattr(kernels, name), iter(range(10**6))
-
-    def planted(*args):
-        output = operation(*args)
-        if next(count) % calls != call:
-            return output
-        if isinstance(output, tuple):
-            return *output[:-1], flipped(output[-1], row, element)
-        return flipped(output, row, element)
-
-    planting.enter_context(mock.patch.object(kernels, name, planted))
+def plant_in_operation(planting, trainer, *where):
+    planting.enter_context(planted(*where))
 
 
 def plant_in_module(planting, trainer, path, row, element):

@@ -8,12 +8,15 @@ import torch
 
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import SCALE_SUFFIX
+from jetrl_verl.models import family
+from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.sync.contract import ContractReceiver
-from jetrl_verl.sync.quantize import Weight, as_tensors
+from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
+from jetrl_verl.sync.quantize import Weight, as_tensors, quantize_stream
 from jetrl_verl.sync.stacks import Name, Stack, parts_of
 from jetrl_verl.sync.statement import Manifest, Statement
-from jetrl_verl.sync.wire import Kind, entries_of, packed
-from jetrl_verl.train.weight_stream import sync_parts
+from jetrl_verl.sync.wire import Kind, Part, entries_of, packed
+from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 
 def unstacked(stream: Iterable[tuple[Name, Weight]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,6 +60,40 @@ class Arrived(dict):
             for name, number_format, places in self.manifest.places():
                 self.sums[name] = sums[places]
                 (self.plain if number_format == UNQUANTIZED else self.quantized).append(name)
+
+
+def same(x: Arrived, y: Arrived) -> bool:
+    """Whether two weight syncs have the same tensors, in every bit."""
+    return x.keys() == y.keys() and all(
+        torch.equal(t.view(torch.uint8), y[name].view(torch.uint8)) for name, t in x.items()
+    )
+
+
+def parts_of_model(
+    model,
+    linears: str = "fp8",
+    operations: str = "stock",
+    kv_cache: str = "bf16",
+    rule: str = "fp32",
+    *,
+    weights: Iterable[tuple[str, torch.Tensor]] | None = None,
+    plans=None,
+    **facts,
+) -> Iterator[Part]:
+    """The parts of a weight sync of a trainer's model, which has its shared operations already.
+
+    Args:
+        linears: format of the linear layers. weights: other ones than the model's without its tower.
+        plans: of the model, changed. facts: of the statement, changed.
+    """
+    names, device = family(model.config), model.device
+    of_model = dict(mixture=linears if names.experts else None, variant=names.variant(model.config))
+    stated = dict(operations=stated_operations(device, operations, kv_cache, **of_model))
+    stated |= dict(constants=stated_constants(model), probe=stated_probe(device, linears, rule))
+    if weights is None:
+        weights = ((name, weight) for name, weight in model.state_dict().items() if ".visual." not in name)
+    plans = plans or plan_linears(model.config, format_name=linears)
+    return sync_parts(quantize_stream(weights, plans, rule), Statement(scale_rule=rule, **stated | facts))
 
 
 def receiver_of(weights: Iterable[tuple[Name, Weight]], **facts) -> ContractReceiver:

@@ -7,18 +7,14 @@ import pytest
 import torch
 import vllm_engine
 from engine_inventory import PACKAGE, inventory
+from streams import parts_of_model
 from test_exact_rollout_on_cpu import SHAPE, build_policy
 from vllm_engine import sync
 
 from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
-from jetrl_verl.models import family
-from jetrl_verl.models.plan import plan_linears
-from jetrl_verl.sync.operations_probe import stated_operations, stated_probe
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 FAMILY = "qwen2"
 """Its linears have biases."""
@@ -39,15 +35,11 @@ def engine(tmp_path_factory, cpu_platform):
         yield vllm_engine.start(folder, options, load_format="dummy", logprobs_mode="processed_logprobs")
 
 
-def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=None):
+def stream(seed: int, linears: str = LINEARS, operations: str = "shared", edit=None, **facts):
     """Stream of a trainer with linears of this format; ``edit`` changes tensors after their sums are taken."""
     model = build_policy(FAMILY, seed)
-    plans = plan_linears(model.config, format_name=linears)
-    stated = stated_operations(CPU, operations, variant=family(model.config).variant(model.config))
-    weights = quantize_stream(model.state_dict().items(), plans, "fp32")
     share_operations(model)
-    facts = dict(operations=stated, constants=stated_constants(model))
-    parts = sync_parts(weights, Statement(scale_rule="fp32", probe=stated_probe(CPU, linears, "fp32"), **facts))
+    parts = parts_of_model(model, linears, operations, **facts)
     return [part._replace(tensor=edit(part.name, part.tensor.clone())) if edit else part for part in parts]
 
 
@@ -115,10 +107,5 @@ def test_qdata_cannot_be_loaded_by_an_engine_without_a_format(engine):
 
 
 def test_a_probe_on_one_side_alone_is_refused(engine):
-    model = build_policy(FAMILY, 4)
-    weights = quantize_stream(model.state_dict().items(), {}, "fp32")
-    share_operations(model)
-    facts = dict(operations=stated_operations(CPU, "shared"), constants=stated_constants(model))
-    statement = Statement(scale_rule="fp32", probe=1, **facts)
     with pytest.raises(ContractViolation, match="gives 0x1 in the trainer, none in the rollout"):
-        sync(engine[1], sync_parts(weights, statement))
+        sync(engine[1], stream(4, probe=1))

@@ -11,17 +11,14 @@ import pytest
 import torch
 import vllm_engine
 from PIL import Image
+from streams import parts_of_model
 from tiny_models import ALL, WITH_TOWER, save_policy
 
-from jetrl_verl import formats, kernels, models
+from jetrl_verl import kernels, models
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.operations_probe import stated_operations
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.statement import Statement
 from jetrl_verl.train.shared_operations import TokenNumbers, share_operations
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
 
@@ -29,17 +26,6 @@ RULE = "fp32"
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
 TEXTS = ("12+34=46\n12+11", "1", "1<|vision_start|><|image_pad|><|vision_end|>+")
 RESPONSE = 24
-
-
-def parts_of(model):
-    """A weight sync of a trainer's model with shared operations."""
-    device, names = model.device, models.family(model.config)
-    operations = stated_operations(
-        device, "shared", "bf16", mixture="fp8" if names.experts else None, variant=names.variant(model.config)
-    )
-    facts = dict(operations=operations, constants=stated_constants(model))
-    statement = Statement(scale_rule=RULE, probe=formats.get("fp8").probe(device, RULE), **facts)
-    return sync_parts(quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE), statement)
 
 
 def log_probs(model, inputs: dict) -> torch.Tensor:
@@ -79,7 +65,8 @@ def check(family: str, folder: Path, device: str = "cpu", **engine: Any) -> None
             **engine,
         )
         for _ in range(2):  # by vLLM's loaders, then by the map that the first one verified
-            vllm_engine.sync(worker, parts_of(trainer))
+            weights = trainer.state_dict().items()
+            vllm_engine.sync(worker, parts_of_model(trainer, operations="shared", rule=RULE, weights=weights))
         prompts = [{"prompt_token_ids": processor.tokenizer(text)["input_ids"]} for text in TEXTS]
         prompts[-1]["multi_modal_data"] = {"image": images[0]}
         sampling = SamplingParams(max_tokens=RESPONSE, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)

@@ -8,18 +8,17 @@ from functools import partial
 import pytest
 import torch
 import vllm_engine
+from streams import parts_of_model
 from tiny_models import tiny_model
 
-from jetrl_verl import formats
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models import family
 from jetrl_verl.models.families.base import place
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout import live as live_module
-from jetrl_verl.sync.quantize import format_of, quantize_stream
-from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.sync.quantize import format_of
+from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.train.gather import tensors_of
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
 HYBRID = (
@@ -68,9 +67,7 @@ class Engine:
                 for item in tensors_of(names, shapes, partial(format_of, plans)):
                     yield item.name, torch.cat([state[names[i]] for i in item.members])
 
-        probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
-        statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model), tied=tied)
-        return sync_parts(quantize_stream(weights(), plans, RULE), statement)
+        return parts_of_model(model, rule=RULE, weights=weights(), tied=tied)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The bytes of every parameter."""

@@ -5,16 +5,15 @@
 import pytest
 import torch
 import vllm_engine
+from streams import parts_of_model
 from tiny_models import tiny_model, with_preferences
 from vllm_engine import prompt_log_probs, sync
 
-from jetrl_verl import formats, kernels
+from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.statement import ContractViolation, Statement
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
+from jetrl_verl.sync.statement import ContractViolation
 
 RULE, PROMPT = "fp32", list(range(3, 47))
 
@@ -37,13 +36,6 @@ def engine(tmp_path_factory, cpu_platform):
         cleanup_dist_env_and_memory()
 
 
-def send(worker, model) -> None:
-    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    probe = formats.get("fp8").probe(torch.device("cpu"), RULE)
-    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model))
-    sync(worker, sync_parts(weights, statement))
-
-
 def trainer_log_probs(model) -> torch.Tensor:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
@@ -53,7 +45,7 @@ def trainer_log_probs(model) -> torch.Tensor:
 def test_the_rollout_samples_from_the_fp8_policy(engine):
     llm, worker = engine
     model = policy(5)
-    send(worker, model)
+    sync(worker, parts_of_model(model))
     rollout = prompt_log_probs(llm, PROMPT)
     in_bf16 = trainer_log_probs(model)
     replace_linears(model, plan_linears(model.config), scale_rule=RULE)
@@ -71,7 +63,7 @@ def test_only_the_experts_products_are_not_vllms(engine):
 
     llm, worker = engine
     model = policy(5)
-    send(worker, model)
+    sync(worker, parts_of_model(model))
     block = worker.model_runner.model.model.layers[0].mlp
     assert type(block) is Qwen3MoeSparseMoeBlock
     assert isinstance(block.experts.routed_experts.quant_method, JetExpertsMethod)
@@ -91,4 +83,4 @@ def test_another_routing_is_refused_at_the_sync(engine):
     for layer in (model := policy(5)).model.layers:
         layer.mlp.gate.norm_topk_prob = False
     with pytest.raises(ContractViolation, match="2 of 8 experts a token by softmax, weights not renorm"):
-        send(worker, model)
+        sync(worker, parts_of_model(model))

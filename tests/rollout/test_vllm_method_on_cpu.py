@@ -1,7 +1,7 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine on the CPU with verl's real sender: loading, equality with the trainer, the contract check. One
-engine with Qwen2, which has biases on q, k and v, runs the whole module."""
+engine of each format with Qwen2, which has biases on q, k and v, runs the whole module."""
 
 import re
 from dataclasses import replace
@@ -10,90 +10,127 @@ from operator import attrgetter
 import pytest
 import torch
 import vllm_engine
+from streams import parts_of_model
 from tiny_models import tiny_model
+from torch import nn
 from transformers import PreTrainedModel
 from vllm_engine import sync
 
-from jetrl_verl import formats
+from jetrl_verl import formats, kernels
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.linear import JetLinear
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.statement import ContractViolation, Manifest, Statement
+from jetrl_verl.sync.statement import ContractViolation, Manifest
 from jetrl_verl.sync.wire import Kind, SyncStatistics, packed
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
+
+
+OPTIONS = {
+    "fp8": JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE),
+    "int8": JetConfig("int8_rollout", train="bf16", rollout="int8"),
+}
+"""Format -> a job whose rollout has it."""
 
 
 def build_trainer(seed: int) -> PreTrainedModel:
     return tiny_model("qwen2", seed, vocab_size=96)
 
 
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory, cpu_platform):
-    """(vLLM, its worker)."""
+@pytest.fixture(scope="module", params=OPTIONS)
+def engine(request, tmp_path_factory, cpu_platform):
+    """(vLLM, its worker, the format of its linear layers)."""
     folder = tmp_path_factory.mktemp("model")
     build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
-    options = JetConfig("jet_fp8", train="fp8", rollout="fp8", scale_rule=RULE)
     with vllm_engine.cpu_settings():
-        yield vllm_engine.start(folder, options, load_format="dummy")
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        llm, worker = vllm_engine.start(folder, OPTIONS[request.param], load_format="dummy")
+        yield llm, worker, request.param
+        del llm, worker
+        cleanup_dist_env_and_memory()
 
 
-def facts(rule: str = RULE) -> dict:
-    return dict(scale_rule=rule, probe=formats.get("fp8").probe(torch.device("cpu"), rule))
+of_fp8 = pytest.mark.parametrize("engine", ["fp8"], indirect=True)
 
 
-def quantized(model, rule: str = RULE, plans=None):
-    return quantize_stream(model.state_dict().items(), plans or plan_linears(model.config), rule)
-
-
-def stream(model, *, edit=None, rule: str = RULE, plans=None):
+def stream(model, linears: str = "fp8", *, edit=None, rule: str = RULE, **changes):
     """The parts of the trainer's sync; ``edit`` changes the finished list."""
-    statement = Statement(**facts(rule), constants=stated_constants(model))
-    parts = list(sync_parts(quantized(model, rule, plans), statement))
+    parts = list(parts_of_model(model, linears, rule=rule, **changes))
     return edit(parts) if edit else parts
 
 
-def test_a_sync_loads_qdata_in_place_and_the_contract_holds(engine):
-    llm, worker = engine
-    model = build_trainer(1)
-    addresses = {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
-    sync(worker, stream(model))
+class Int8Linear(nn.Linear):
+    """The trainer's linear with the rollout's arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return kernels.fprop_int8(x, *kernels.quantize_int8(self.weight), self.bias)
+
+
+def with_linears(model: PreTrainedModel, number_format: str) -> PreTrainedModel:
+    """In BF16, with products of a format."""
+    model.to(torch.bfloat16)
+    if number_format == "fp8":
+        replace_linears(model, plan_linears(model.config), scale_rule=RULE)
+    for name, module in model.named_modules():
+        if number_format == "int8" and name.endswith("_proj"):
+            module.__class__ = Int8Linear
+    return model
+
+
+def test_every_sync_loads_qdata_in_place(engine):
+    _, worker, linears = engine
+    live, number_format = worker.model_runner.model, formats.get(linears)
+    addresses = {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
+    for seed in (1, 2):
+        model = build_trainer(seed)
+        sync(worker, stream(model, linears))
+        for layer, pieces in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            block, merged = model.model.layers[1], live.get_submodule(f"model.layers.1.{layer}")
+            parts = [block.get_submodule(f"{layer.partition('.')[0]}.{piece}_proj").weight.detach() for piece in pieces]
+            qdata, scales = number_format.quantize_weight(torch.cat(parts).bfloat16(), RULE)
+            assert torch.equal(merged.weight.view(torch.uint8), qdata.view(torch.uint8))
+            assert torch.equal(merged.weight_scale_inv, scales)
     statistics = SyncStatistics()
-    assert list(packed(stream(model), statistics)) and statistics.seconds > 0
+    assert list(packed(stream(model, linears), statistics)) and statistics.seconds > 0
     elements = sum(p.numel() for n, p in model.named_parameters() if "proj.weight" in n)
     assert elements < statistics.bytes < 2 * sum(p.numel() for p in model.parameters())
     # A captured CUDA graph would still read the right storage.
-    assert addresses == {name: parameter.data_ptr() for name, parameter in worker.model_runner.model.named_parameters()}
+    assert addresses == {name: parameter.data_ptr() for name, parameter in live.named_parameters()}
 
 
-def test_the_rollout_is_closer_to_the_fp8_trainer_than_to_the_bf16_one(engine):
-    llm, worker = engine
-    model = build_trainer(2)
-    sync(worker, stream(model))
+def test_the_rollout_is_closer_to_the_quantized_trainer_than_to_the_bf16_one(engine):
+    llm, worker, linears = engine
+
+    def policy() -> PreTrainedModel:
+        """With an input feature whose weights are 30 times as large under INT8, whose step grows with it, as BF16's
+        does not. Otherwise its error is no larger than the difference between BF16 implementations."""
+        model = build_trainer(2)
+        for name, parameter in model.named_parameters():
+            if linears == "int8" and name.endswith("proj.weight"):
+                parameter.data[:, 0] *= 30
+        return model
+
+    sync(worker, stream(policy(), linears))
     prompt = torch.randint(0, 96, (48,), generator=torch.Generator().manual_seed(0)).tolist()
     rollout = vllm_engine.prompt_log_probs(llm, prompt)
 
-    def trainer(candidate) -> torch.Tensor:
+    def error(number_format: str) -> torch.Tensor:
         with torch.no_grad():
-            logits = candidate(torch.tensor([prompt])).logits[0, :-1].float()
-        return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            logits = with_linears(policy(), number_format)(torch.tensor([prompt])).logits[0, :-1].float()
+        trainer = logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        return (rollout - trainer).square().mean()
 
-    bf16 = build_trainer(2).to(torch.bfloat16)
-    fp8 = build_trainer(2).to(torch.bfloat16)
-    replace_linears(fp8, plan_linears(fp8.config), scale_rule=RULE)
-    assert (rollout - trainer(fp8)).square().mean() < (rollout - trainer(bf16)).square().mean() / 2
+    assert error(linears) < error("bf16") / 2
 
 
 def test_live_layers_equal_the_trainers_in_every_bit(engine):
     """Merged qkv with bias, merged gate_up and down against the trainer's modules."""
-    _, worker = engine
-    model = build_trainer(3).to(torch.bfloat16)
-    replace_linears(model, plan_linears(model.config), scale_rule=RULE)
-    sync(worker, stream(model))
+    _, worker, linears = engine
+    sync(worker, stream(build_trainer(3), linears))
+    model = with_linears(build_trainer(3), linears)
     live, trained = worker.model_runner.model.model.layers[1], model.model.layers[1]
     x = torch.randn(5, 256).bfloat16()
     with torch.no_grad():
@@ -104,7 +141,7 @@ def test_live_layers_equal_the_trainers_in_every_bit(engine):
         assert torch.equal(live.mlp.gate_up_proj(x)[0], gate_up)
         h = torch.randn(5, 384).bfloat16()
         assert torch.equal(live.mlp.down_proj(h)[0], trained.mlp.down_proj(h))
-    assert isinstance(attention.q_proj, JetLinear)
+    assert isinstance(attention.q_proj, JetLinear if linears == "fp8" else Int8Linear)
 
 
 def tamper(name: str, change, kind: Kind = Kind.WEIGHT):
@@ -155,40 +192,44 @@ def widen_q(parts):
 
 def forget_bias(parts):
     """A bias that is not sent keeps vLLM's initial values."""
-    name = "model.layers.1.self_attn.q_proj.bias"
     model = build_trainer(4)
-    others = [item for item in quantized(model) if item[0] != name]
-    return list(sync_parts(others, Statement(**facts(), constants=stated_constants(model))))
+    others = [item for item in model.state_dict().items() if item[0] != "model.layers.1.self_attn.q_proj.bias"]
+    return list(parts_of_model(model, weights=others))
+
+
+DIFFERENCES = {
+    "byte": (
+        tamper("model.layers.0.self_attn.q_proj.weight", flip_one_byte),
+        r"layers\.0\.self_attn\.q_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
+    ),
+    "scale": (
+        tamper("model.layers.1.mlp.down_proj.weight", lambda scales: scales * 2, Kind.SCALES),
+        r"layers\.1\.mlp\.down_proj\.weight differs",
+    ),
+    "bias-order": (swap_k_and_v_bias, r"layers\.0\.self_attn\.k_proj\.bias differs"),
+    "norm": (tamper("model.norm.weight", lambda norm: norm + 1), r"model\.norm\.weight differs"),
+    "embedding": (tamper("model.embed_tokens.weight", lambda w: w.roll(1, 0)), r"model\.embed_tokens\.weight differs"),
+    "probe": (edit_manifest(lambda manifest: setattr(manifest, "probe", 7)), "probe GEMM gives 0x7 in the trainer"),
+    "no-manifest": (lambda parts: parts[:-1], "the trainer sent no statement"),
+    "no-sums": (lambda parts: [*parts[:-2], parts[-1]], r"0 of the trainer's \d+ sums arrived"),
+    "unsent": (forget_bias, r"layers\.1\.self_attn\.q_proj\.bias is a parameter of the rollout that the trainer did"),
+    "shape": (widen_q, r"0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
+}
 
 
 @pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (
-            tamper("model.layers.0.self_attn.q_proj.weight", flip_one_byte),
-            r"layers\.0\.self_attn\.q_proj\.weight differs .* 1 of \d+ blocks .*\(1, 0\): sum .*0x\w+ in the trainer",
-        ),
-        (
-            tamper("model.layers.1.mlp.down_proj.weight", lambda scales: scales * 2, Kind.SCALES),
-            r"layers\.1\.mlp\.down_proj\.weight differs",
-        ),
-        (swap_k_and_v_bias, r"layers\.0\.self_attn\.k_proj\.bias differs"),
-        (tamper("model.norm.weight", lambda norm: norm + 1), r"model\.norm\.weight differs"),
-        (tamper("model.embed_tokens.weight", lambda w: w.roll(1, 0)), r"model\.embed_tokens\.weight differs"),
-        (edit_manifest(lambda manifest: setattr(manifest, "probe", 7)), "probe GEMM gives 0x7 in the trainer"),
-        (lambda parts: parts[:-1], "the trainer sent no statement"),
-        (lambda parts: [*parts[:-2], parts[-1]], r"0 of the trainer's \d+ sums arrived"),
-        (forget_bias, r"layers\.1\.self_attn\.q_proj\.bias is a parameter of the rollout that the trainer did not"),
-        (widen_q, r"layers\.0\.self_attn\.q_proj\.weight has \(4, 2\) blocks or rows in the trainer and \(2, 2\)"),
-    ],
-    ids=["byte", "scale", "bias-order", "norm", "embedding", "probe", "no-manifest", "no-sums", "unsent", "shape"],
+    ("engine", "kind"),
+    [*(("fp8", kind) for kind in DIFFERENCES), ("int8", "byte"), ("int8", "scale"), ("int8", "probe")],
+    indirect=["engine"],
 )
-def test_each_kind_of_difference_is_refused(engine, edit, message):
-    _, worker = engine
+def test_each_kind_of_difference_is_refused(engine, kind):
+    _, worker, linears = engine
+    edit, message = DIFFERENCES[kind]
     with pytest.raises(ContractViolation, match=message):
-        sync(worker, stream(build_trainer(4), edit=edit))
+        sync(worker, stream(build_trainer(4), linears, edit=edit))
 
 
+@of_fp8
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -218,21 +259,17 @@ def test_what_decides_a_forward_besides_weights_is_the_same(engine, change, mess
         sync(engine[1], stream(model))
 
 
+@of_fp8
 @pytest.mark.parametrize(
     ("owner", "attribute", "value", "message"),
     [
-        (
-            "model_runner.model.model.norm",
-            "variance_epsilon",
-            0.05,
-            "eps of model.norm is 1e-06 in the trainer and 0.05",
-        ),
+        (*("model_runner.model.model.norm", "variance_epsilon", 0.05), "eps of model.norm is 1e-06 in the trainer and"),
         ("", "_jetrl_vocabulary", (96, [7]), "masked tokens is [] in the trainer and [7]"),
     ],
     ids=["eps", "mask"],
 )
 def test_what_is_changed_in_the_rollout_alone_is_refused(engine, monkeypatch, owner, attribute, value, message):
-    _, worker = engine
+    _, worker, _ = engine
     sync(worker, stream(build_trainer(4)))
     for name in ("_jetrl_live", "_jetrl_constants"):  # as before the first sync
         monkeypatch.setattr(worker, name, None)
@@ -241,15 +278,17 @@ def test_what_is_changed_in_the_rollout_alone_is_refused(engine, monkeypatch, ow
         sync(worker, stream(build_trainer(4)))
 
 
+@of_fp8
 def test_a_trainer_with_another_scale_rule_is_refused(engine):
-    _, worker = engine
+    _, worker, _ = engine
     with pytest.raises(ContractViolation, match="has scale rule pow2, the rollout fp32"):
         sync(worker, stream(build_trainer(4), rule="pow2"))
 
 
+@of_fp8
 def test_a_layer_in_bf16_in_the_trainer_alone_is_refused(engine):
     """vLLM's loader silently casts its BF16 weight into the qdata."""
-    _, worker = engine
+    _, worker, _ = engine
     model = build_trainer(4)
     plans = plan_linears(model.config)
     plans["mlp.down_proj"] = replace(plans["mlp.down_proj"], format_name=formats.UNQUANTIZED)
@@ -257,8 +296,9 @@ def test_a_layer_in_bf16_in_the_trainer_alone_is_refused(engine):
         sync(worker, stream(model, plans=plans))
 
 
+@of_fp8
 def test_a_loaders_error_is_raised_and_the_next_sync_works(engine):
-    _, worker = engine
+    _, worker, _ = engine
 
     wrong_shape = tamper("model.layers.0.mlp.up_proj.weight", lambda qdata: qdata[:128])
     with pytest.raises(RuntimeError, match=r"start \(0\) \+ length \(384\) exceeds dimension size \(128\)"):

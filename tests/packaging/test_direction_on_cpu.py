@@ -17,6 +17,9 @@ from jetrl_verl.sources import source_files
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "jetrl_verl"
 
+# Usable and testable without verl, vLLM, Ray or Hydra.
+NUMERICS = {"reference", "kernels", "formats", "models", "nn"}
+
 # Package or top-level module -> the packages, or single modules of them, that it may import. Rows name earlier rows
 # alone, so no two packages can import each other. `jetrl_verl` itself, which has the version, is open to all.
 DIRECTION: dict[str, set[str]] = {
@@ -27,28 +30,20 @@ DIRECTION: dict[str, set[str]] = {
     "formats": {"reference", "kernels"},
     "models": {"reference", "kernels", "formats"},
     "nn": {"reference", "kernels", "formats", "models"},
-    "sync": {"reference", "kernels", "formats", "models", "nn"},
+    "sync": NUMERICS,
     # Replaced functions of verl and vLLM import nothing else: `jetrl patch` writes them into a checkout.
     "patches": set(),
-    "metrics": {"reference", "kernels", "formats", "models", "nn", "sync", "patches"},
+    "metrics": {*NUMERICS, "sync", "patches"},
     "config": {"sources", "inputs", "reference", "formats", "models", "patches"},
-    "algorithms": {"reference", "kernels", "formats", "models", "nn", "metrics", "patches", "config"},
-    "checkpoint": {
-        *("inputs", "reference", "kernels", "formats", "models", "nn", "sync", "patches", "config", "algorithms")
-    },
-    "train": {
-        *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
-        "checkpoint",
-    },
-    "rollout": {"reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config"},
+    "algorithms": {*NUMERICS, "metrics", "patches", "config"},
+    "checkpoint": {*NUMERICS, "inputs", "sync", "patches", "config", "algorithms"},
+    "train": {*NUMERICS, "sync", "metrics", "patches", "config", "algorithms", "checkpoint"},
+    "rollout": {*NUMERICS, "sync", "metrics", "patches", "config"},
     # Classes that `_target_` names in YAML files.
-    "targets": {
-        *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
-        *("checkpoint", "train", "rollout"),
-    },
+    "targets": {*NUMERICS, "sync", "metrics", "patches", "config", "algorithms", "checkpoint", "train", "rollout"},
     "tools": {
-        *("reference", "kernels", "formats", "models", "nn", "sync", "metrics", "patches", "config", "algorithms"),
-        *("sources", "inputs", "checkpoint", "train", "rollout"),
+        *(*NUMERICS, "sync", "metrics", "patches", "config", "algorithms", "checkpoint", "train", "rollout"),
+        *("sources", "inputs"),
     },
     # Entry points of verl and the shell.
     "cpu_platform": {"patches"},
@@ -74,23 +69,21 @@ TOOLS: dict[str, set[str]] = {
     "compare": {"process_tree", "report", "progress", "launch", "provenance", "rows", "demo"},
 }
 
-# Usable and testable without verl, vLLM, Ray or Hydra; one module binds kernels of vLLM's wheel.
-WITHOUT_FRAMEWORKS = ("reference", "kernels", "formats", "models", "nn")
+# What the numerics may not import; one module binds kernels of vLLM's wheel.
 FRAMEWORKS = {"verl", "vllm", "ray", "hydra", "omegaconf", "transformers"}
 BINDINGS = {"kernels.vllm_kernels": {"vllm"}}
 
 # Modules that may import vLLM's internals, and what of vLLM every other module may import: the engine's own interface
 # and the registration of plugins and quantization methods.
 OF_VLLM = {"rollout.vllm_compat", "kernels.vllm_kernels"}
-FREE_OF_VLLM = {
-    *("vllm", "vllm.LLM", "vllm.SamplingParams", "vllm.plugins.load_general_plugins"),
-    *(
-        f"vllm.model_executor.layers.quantization.{name}"
-        for name in (
-            *("QUANTIZATION_METHODS", "QuantizationConfig"),
-            *("get_quantization_config", "register_quantization_config"),
-        )
-    ),
+FREE_OF_VLLM = {"vllm", "vllm.LLM", "vllm.SamplingParams", "vllm.plugins.load_general_plugins"} | {
+    f"vllm.model_executor.layers.quantization.{name}"
+    for name in (
+        "QUANTIZATION_METHODS",
+        "QuantizationConfig",
+        "get_quantization_config",
+        "register_quantization_config",
+    )
 }
 
 
@@ -231,7 +224,7 @@ def test_no_import_cycles(own):
     assert cycles(own) == set()
 
 
-@pytest.mark.parametrize("package", WITHOUT_FRAMEWORKS)
+@pytest.mark.parametrize("package", sorted(NUMERICS))
 def test_numerics_import_no_framework(imports, package):
     for module in (module for module in imports if module.split(".")[0] == package):
         others = {name.split(".")[0] for name in imports[module]["others"]}
@@ -382,7 +375,7 @@ def test_every_target_exists():
         assert target in bound, name
 
 
-def test_a_module_that_nothing_imports_is_listed(tmp_path):
+def test_a_module_that_nothing_imports_is_listed(tree):
     files = {
         "__init__.py": "",
         "cli.py": "def run():\n    from jetrl_verl.tools import work\n    from importlib import import_module\n"
@@ -397,8 +390,5 @@ def test_a_module_that_nothing_imports_is_listed(tmp_path):
         "families/__init__.py": "",
         "families/qwen.py": "",
     }
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    unreached = modules_of(tmp_path).keys() - closure(tmp_path, ["cli"])
-    assert unreached == {"tools.forgotten", "formats.mx"}
+    package = tree(files)
+    assert modules_of(package).keys() - closure(package, ["cli"]) == {"tools.forgotten", "formats.mx"}

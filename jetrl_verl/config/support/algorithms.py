@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of the composed configuration about losses, clipping and corrections that contradict each other."""
 
+from functools import partial
 from typing import Any
 
 from jetrl_verl.formats.catalog import TRAINED
@@ -51,6 +52,8 @@ _BYPASS = {f"{CORRECTION}.bypass_mode": TRUE}
 _SEQUENCES = {f"{CORRECTION}.rollout_is": other_than("token", required=True)}
 _NORMALIZED = {f"{CORRECTION}.rollout_is_batch_normalize": TRUE}
 
+_adaptive, _ratio, _calibrated = (partial(Row, scope=scope) for scope in (ADAPTIVE, RATIO_LOSS, CALIBRATED))
+
 ALGORITHM_ROWS: dict[str, Row] = {
     "correction_of_nothing": Row(
         "a correction of no mismatch",
@@ -58,19 +61,16 @@ ALGORITHM_ROWS: dict[str, Row] = {
         {"jetrl.correction": one_of("adaptive", use="fixed")},
         scope=EXACT,
     ),
-    "adaptive_loss": Row(
+    "adaptive_loss": _adaptive(
         "QuRL's losses under the adaptive correction",
         "the loss needs the ratios themselves",
         {LOSS: one_of(*RATIO_LOSSES, use="vanilla")},
-        scope=ADAPTIVE,
     ),
-    "adaptive_bypass": Row(
-        "bypass mode", "it computes no importance weights before the update", _BYPASS, scope=ADAPTIVE
+    "adaptive_bypass": _adaptive("bypass mode", "it computes no importance weights before the update", _BYPASS),
+    "adaptive_level": _adaptive(
+        "importance weights of whole sequences", "weights of single tokens are mixed", _SEQUENCES
     ),
-    "adaptive_level": Row(
-        "importance weights of whole sequences", "weights of single tokens are mixed", _SEQUENCES, scope=ADAPTIVE
-    ),
-    "adaptive_threshold": Row(
+    "adaptive_threshold": _adaptive(
         "importance weights that reject tokens",
         "the mixture would give a part of them back",
         {
@@ -78,13 +78,9 @@ ALGORITHM_ROWS: dict[str, Row] = {
                 "of two bounds", lambda value: isinstance(value, str) and "_" in value, "2.0"
             )
         },
-        scope=ADAPTIVE,
     ),
-    "adaptive_normalization": Row(
-        "normalized importance weights",
-        "weights are mixed with the 1 of the uncorrected gradient",
-        _NORMALIZED,
-        scope=ADAPTIVE,
+    "adaptive_normalization": _adaptive(
+        "normalized importance weights", "weights are mixed with the 1 of the uncorrected gradient", _NORMALIZED
     ),
     "loss_of_qurl": Row(
         "losses other than QuRL's",
@@ -97,51 +93,43 @@ ALGORITHM_ROWS: dict[str, Row] = {
             key="jetrl.precision",
         ),
     ),
-    "ratio_loss_class": Row(
+    "ratio_loss_class": _ratio(
         "another class instead of ours",
         "the flag works through this key",
         {f"{POLICY_LOSS}._target_": other_than(target_of(POLICY_LOSS, "qurl_fp8"), required=True)},
-        scope=RATIO_LOSS,
     ),
-    "ratio_truncation": Row(
+    "ratio_truncation": _ratio(
         "a truncation at no positive number",
         "it is no finite number above 0",
         {f"{POLICY_LOSS}.is_threshold": Values("that is no finite number above 0", _not_positive, "2.0")},
-        scope=RATIO_LOSS,
     ),
-    "ratio_bypass": Row("bypass mode", "it cannot tell pi_old from pi_rollout", _BYPASS, scope=RATIO_LOSS),
-    "ratio_log_probs": Row(
+    "ratio_bypass": _ratio("bypass mode", "it cannot tell pi_old from pi_rollout", _BYPASS),
+    "ratio_log_probs": _ratio(
         "a rollout without log-probabilities",
         "tokens are weighted by the rollout's log-probabilities",
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
-        scope=RATIO_LOSS,
     ),
-    "ratio_level": Row(
-        "importance weights of whole sequences", "each token is weighted by its own ratio", _SEQUENCES, scope=RATIO_LOSS
+    "ratio_level": _ratio(
+        "importance weights of whole sequences", "each token is weighted by its own ratio", _SEQUENCES
     ),
-    "ratio_threshold": Row(
+    "ratio_threshold": _ratio(
         "importance weights truncated before the loss",
         f"the loss truncates, at {POLICY_LOSS}.is_threshold",
         {f"{CORRECTION}.rollout_is_threshold": Values("below 1e9", _truncates, "1e9")},
-        scope=RATIO_LOSS,
     ),
-    "ratio_normalization": Row(
-        "normalized importance weights", "the loss needs the ratios themselves", _NORMALIZED, scope=RATIO_LOSS
-    ),
-    "clip_of_another_loss": Row(
+    "ratio_normalization": _ratio("normalized importance weights", "the loss needs the ratios themselves", _NORMALIZED),
+    "clip_of_another_loss": _calibrated(
         "losses without PPO's clip bounds",
         "it has no clip bounds to calibrate",
         {LOSS: other_than(*CALIBRATED_LOSSES, required=True)},
-        scope=CALIBRATED,
     ),
-    "clip_of_bf16": Row(
+    "clip_of_bf16": _calibrated(
         "BF16 training",
         "ratios of BF16 training carry no quantization noise",
         {"jetrl.train": other_than(*TRAINED, required=True)},
-        scope=CALIBRATED,
         instead="Set precision=jet_fp8, or jetrl.clip=fixed",
     ),
-    "clip_bypass": Row("bypass mode", "it never runs the policy from before an update", _BYPASS, scope=CALIBRATED),
+    "clip_bypass": _calibrated("bypass mode", "it never runs the policy from before an update", _BYPASS),
     "clip_of_one_update": Row(
         "one update per batch of rollouts",
         "every ratio is 1 and nothing is clipped",

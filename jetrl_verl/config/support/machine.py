@@ -6,6 +6,8 @@
 the name of a row.
 """
 
+from functools import partial
+
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from .row import Row, Scope
@@ -19,10 +21,10 @@ from .scopes import (
     FP8_CACHE,
     MODEL,
     ROLLOUT,
-    SHARED,
     TENSOR_PARALLEL,
     VARLEN,
     VLLM,
+    shared_row,
     where,
 )
 
@@ -32,6 +34,8 @@ _SMALLER = f"Set a smaller {TENSOR_PARALLEL}"
 _SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
 _DROPOUT = f"{MODEL}.override_config.attention_dropout=0"
 _RESIDUAL_DROPOUT = f"{MODEL}.override_config.residual_dropout=0"
+
+_varlen = partial(Row, scope=VARLEN)
 
 MACHINE_ROWS: dict[str, Row] = {
     "version": Row("a release of verl, vLLM, torch or transformers other than the pinned one", instead=_PINNED),
@@ -47,13 +51,10 @@ MACHINE_ROWS: dict[str, Row] = {
     "gpu_without_fp8": Row(
         "a GPU of compute capability below 8.9", "every precision but bf16 needs FP8 tensor cores, which begin at 8.9"
     ),
-    "gpu_other_than_hopper": Row(
-        "a GPU of compute capability other than 9.0", "FlashAttention 3 needs 9.0", scope=SHARED
-    ),
-    "no_flash_attention_3": Row("vLLM without FlashAttention 3", scope=SHARED),
-    "vllm_plugins": Row(
+    "gpu_other_than_hopper": shared_row("a GPU of compute capability other than 9.0", "FlashAttention 3 needs 9.0"),
+    "no_flash_attention_3": shared_row("vLLM without FlashAttention 3"),
+    "vllm_plugins": shared_row(
         "plugins of other packages that replace layers, attention, platform or model class of vLLM",
-        scope=SHARED,
         fix="VLLM_PLUGINS=jetrl",
     ),
     "cpu": Row(
@@ -133,14 +134,13 @@ MODEL_ROWS: dict[str, Row] = {
     "gpu_of_an_fp8_cache": Row(
         "a GPU of compute capability other than 9.0", "its kernels are for Hopper", scope=FP8_CACHE
     ),
-    "varlen_sliding_window": Row("sliding windows", "it attends to whole sequences", scope=VARLEN),
-    "varlen_dropout": Row(
-        "attention dropout", "its backward has none", scope=VARLEN, instead=f"Set {_DROPOUT}, or {ATTENTION}=sdpa"
+    "varlen_sliding_window": _varlen("sliding windows", "it attends to whole sequences"),
+    "varlen_dropout": _varlen(
+        "attention dropout", "its backward has none", instead=f"Set {_DROPOUT}, or {ATTENTION}=sdpa"
     ),
-    "varlen_model": Row(
+    "varlen_model": _varlen(
         "layers that attend to chunks, and heads that FlashAttention has no kernel for",
         "it attends to whole sequences in FlashAttention",
-        scope=VARLEN,
     ),
     "fused_kernels_of_a_padded_vocabulary": Row(
         f"{MODEL}.use_fused_kernels=true",
@@ -236,23 +236,22 @@ MODEL_ROWS: dict[str, Row] = {
     ),
     "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),
     # --- what the shared operations do not cover ---
-    "another_decoder": Row("a decoder with other modules than its family's, or a bias on lm_head", scope=SHARED),
-    "head_dim": Row("heads other than 64, 128 and 256", scope=SHARED),
-    "delta_net_shape": Row(
-        "a delta net with heads other than 128, or after a convolution of another width than 4", scope=SHARED
+    "another_decoder": shared_row("a decoder with other modules than its family's, or a bias on lm_head"),
+    "head_dim": shared_row("heads other than 64, 128 and 256"),
+    "delta_net_shape": shared_row(
+        "a delta net with heads other than 128, or after a convolution of another width than 4"
     ),
-    "delta_net_without_kernels": Row(
+    "delta_net_without_kernels": shared_row(
         "a delta net without the package's Hopper kernels",
         "its delta rule runs on a GPU in them alone; `make wheel` builds a package with them where there is an nvcc",
-        scope=SHARED,
     ),
-    "rope_type": Row("YaRN and other rotary types than default and llama3", scope=SHARED),
-    "partial_rotary": Row("partly rotated heads of other families than Qwen3.5", scope=SHARED),
-    "activation": Row("an activation other than SiLU", scope=SHARED),
-    "sliding_window": Row("sliding windows", scope=SHARED),
-    "soft_cap": Row("soft-capped scores or logits", scope=SHARED),
-    "logit_scale": Row("scaled logits", scope=SHARED),
-    "attention_dropout": Row("attention dropout", scope=SHARED, fix=_DROPOUT),
-    "residual_dropout": Row("residual dropout", scope=SHARED, fix=_RESIDUAL_DROPOUT),
+    "rope_type": shared_row("YaRN and other rotary types than default and llama3"),
+    "partial_rotary": shared_row("partly rotated heads of other families than Qwen3.5"),
+    "activation": shared_row("an activation other than SiLU"),
+    "sliding_window": shared_row("sliding windows"),
+    "soft_cap": shared_row("soft-capped scores or logits"),
+    "logit_scale": shared_row("scaled logits"),
+    "attention_dropout": shared_row("attention dropout", fix=_DROPOUT),
+    "residual_dropout": shared_row("residual dropout", fix=_RESIDUAL_DROPOUT),
 }
 """What the model's ``config.json`` shows."""

@@ -4,99 +4,81 @@
 excludes, the two classes of docs/architecture.md, "Zero mismatch", and those that the start of a run names.
 """
 
+from functools import partial
+
 from jetrl_verl.formats.catalog import TRAINED, UNQUANTIZED
 
 from .row import NOT_EMPTY, NOT_FALSE, NOT_TRUE, SET, TRUE, Get, Row, Scope, Values, above, one_of, other_than
-from .scopes import ACTOR, ADAPTERS, EXACT, MODEL, ROLLOUT, SHARED, VLLM
+from .scopes import ACTOR, ADAPTERS, EXACT, MODEL, ROLLOUT, VLLM, shared_row
 
 _PROCESSED = other_than("processed_logprobs")
 _NO_POLICY = Values("0 or below", lambda value: value is not None and float(value) <= 0, "1")
 
 SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
-    "fused_kernels": Row(
+    "fused_kernels": shared_row(
         "fused kernels",
         "fused kernels replace the logits and log-probabilities",
         {f"{MODEL}.use_fused_kernels": NOT_FALSE},
-        scope=SHARED,
     ),
-    "liger": Row(
-        "Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}, scope=SHARED
+    "liger": shared_row("Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
+    "tiled_mlp": shared_row("tiled MLPs", "tiled MLPs replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
+    "prefix_grouper": shared_row(
+        "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}
     ),
-    "tiled_mlp": Row(
-        "tiled MLPs", "tiled MLPs replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}, scope=SHARED
-    ),
-    "prefix_grouper": Row(
-        "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}, scope=SHARED
-    ),
-    "distillation": Row(
-        "distillation", "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}, scope=SHARED
+    "distillation": shared_row(
+        "distillation", "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}
     ),
     # Kernels that are not the one both sides call.
-    "attention_backend": Row(
+    "attention_backend": shared_row(
         "attention backends other than FlashAttention 3",
         "both sides call FlashAttention 3 without splits",
         {f"{VLLM}.attention_backend": other_than("FLASH_ATTN", "flash_attn"), f"{VLLM}.attention_config": NOT_EMPTY},
-        scope=SHARED,
     ),
-    "context_parallel": Row(
+    "context_parallel": shared_row(
         "context parallel rollout",
         "it splits the attention",
         {f"{VLLM}.{phase}_context_parallel_size": other_than(1) for phase in ("decode", "prefill")},
-        scope=SHARED,
     ),
-    "model_impl": Row(
-        "vLLM's Transformers backend",
-        "its modules are not vLLM's",
-        {f"{VLLM}.model_impl": other_than("auto", "vllm")},
-        scope=SHARED,
+    "model_impl": shared_row(
+        "vLLM's Transformers backend", "its modules are not vLLM's", {f"{VLLM}.model_impl": other_than("auto", "vllm")}
     ),
     # The shared log-probability is that of the whole softmax at the sampling temperature. Under these the rollout
     # samples from, or reports, another distribution, and importance weights would be wrong without a word.
-    "truncated_sampling": Row(
+    "truncated_sampling": shared_row(
         "nucleus sampling (top_p) and top_k in training",
         "the trainer's softmax is whole",
         {f"{ROLLOUT}.top_p": other_than(1), f"{ROLLOUT}.top_k": other_than(-1)},
-        scope=SHARED,
     ),
-    "repetition_penalty": Row(
-        "penalties in training",
-        "the trainer's logits carry none",
-        {f"{ROLLOUT}.repetition_penalty": other_than(1)},
-        scope=SHARED,
+    "repetition_penalty": shared_row(
+        "penalties in training", "the trainer's logits carry none", {f"{ROLLOUT}.repetition_penalty": other_than(1)}
     ),
-    "logprobs_mode": Row(
+    "logprobs_mode": shared_row(
         "raw log-probabilities",
         "raw log-probabilities are not of the sampling distribution",
         {f"{ROLLOUT}.logprobs_mode": _PROCESSED, f"{VLLM}.logprobs_mode": _PROCESSED},
-        scope=SHARED,
     ),
-    "logits_processors": Row(
-        "logits processors", "the trainer runs none", {f"{VLLM}.logits_processors": other_than([])}, scope=SHARED
+    "logits_processors": shared_row(
+        "logits processors", "the trainer runs none", {f"{VLLM}.logits_processors": other_than([])}
     ),
-    "worker_cls": Row(
-        "a vLLM worker of your own",
-        "the worker runs the operations",
-        {f"{VLLM}.worker_cls": other_than("auto")},
-        scope=SHARED,
+    "worker_cls": shared_row(
+        "a vLLM worker of your own", "the worker runs the operations", {f"{VLLM}.worker_cls": other_than("auto")}
     ),
-    "temperature": Row(
-        "a temperature of 0 in training",
-        "there is no distribution",
-        {f"{ROLLOUT}.temperature": _NO_POLICY},
-        scope=SHARED,
+    "temperature": shared_row(
+        "a temperature of 0 in training", "there is no distribution", {f"{ROLLOUT}.temperature": _NO_POLICY}
     ),
 }
 
+_exact = partial(Row, scope=EXACT)
+
 EXACT_ROWS: dict[str, Row] = {
-    "exact_log_probs": Row(
+    "exact_log_probs": _exact(
         "a rollout without log-probabilities",
         "its log-probabilities are what is compared",
         {f"{ROLLOUT}.calculate_log_probs": NOT_TRUE},
-        scope=EXACT,
         loses="nothing compares the two sides",
     ),
-    "exact_agent_loops": Row(
+    "exact_agent_loops": _exact(
         "agent loops of your own",
         "a request with its own top_p or temperature has log-probabilities that the trainer does not compute",
         {
@@ -104,20 +86,17 @@ EXACT_ROWS: dict[str, Row] = {
             f"{ROLLOUT}.agent.agent_loop_manager_class": SET,
             f"{ROLLOUT}.agent.default_agent_loop": other_than("single_turn_agent", "tool_agent"),
         },
-        scope=EXACT,
         loses="k3_kl may be above 0",
     ),
-    "exact_kept_rollouts": Row(
+    "exact_kept_rollouts": _exact(
         "rollouts read from a folder",
         "another policy sampled them",
         {f"skip.{name}.enable": TRUE for name in ("rollout", "rollout_tq", "async_rollout")},
-        scope=EXACT,
     ),
-    "exact_several_batches": Row(
+    "exact_several_batches": _exact(
         "several batches per weight sync",
         "all but the first were sampled before an update",
         {"trainer.v1.sync.parameter_sync_step": other_than(1)},
-        scope=EXACT,
     ),
 }
 

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys that rows name, and the scopes that several rows share."""
 
+from functools import partial
 from typing import Any
 
 from jetrl_verl.formats.catalog import QUANTIZED_CACHES, TRAINED
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
-from .row import Scope, shown
+from .row import Row, Scope, shown
 
 
 def attention_key(node: str) -> str:
@@ -66,6 +67,8 @@ def where(key: str, value: Any, leave: str = "", name: str = "") -> Scope:
 
 SHARED = where("jetrl.operations", "shared", "precision=jet_fp8 jetrl.operations=stock, or precision=bf16")
 """What the shared operations cannot do: ``jetrl.operations=auto`` becomes ``stock``."""
+
+shared_row = partial(Row, scope=SHARED)
 
 AUTO = Scope("")
 """What makes ``jetrl.operations=auto`` ``stock`` where ``shared`` is accepted: it is slow, or may differ."""

@@ -5,14 +5,13 @@
 FP8 arithmetic and pages: reference/kv_cache.py; its kernels: kernels/kv_cache.py. BF16 pages are vLLM's.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from jetrl_verl import kernels, reference
-from jetrl_verl.formats.catalog import CACHES, CacheTraits
+from jetrl_verl.formats.catalog import CACHES
 from jetrl_verl.formats.e4m3 import lost
 from jetrl_verl.kernels import native
 from jetrl_verl.reference.kv_cache import HEAD_DIM, saturated
@@ -32,64 +31,46 @@ class StoredHeads(NamedTuple):
     restored: torch.Tensor
 
 
-class KVCache(ABC):
-    """The KV cache of a run.
+def _unwritten(device: torch.device, head_dim: int) -> float:
+    """Fill of BF16 pages: our kernels read nothing after a request's last token, so NaN; FlashAttention 3, which
+    decodes on a GPU without the native kernel, may multiply it by zero."""
+    own_kernels = device.type == "cpu" or (head_dim == HEAD_DIM and native.unavailable() is None)
+    return torch.nan if own_kernels else torch.finfo(torch.bfloat16).max
+
+
+class KVCache:
+    """The KV cache of a run: vLLM's own, BF16 in pages ``[pages, 2, block size, H, D]``, keys first. A quantized one is
+    a subclass.
 
     Attributes:
         traits: see catalog.py.
         contract: name of its attention in the contract check.
+        vllm_head: elements of one key or value of one head and their type for vLLM; None: vLLM's own.
     """
 
-    traits: CacheTraits
-    contract: str
+    traits = CACHES["bf16"]
+    contract = "attention over a BF16 KV cache"
+    vllm_head: tuple[int, torch.dtype] | None = None
 
     def __reduce__(self) -> str:
         return self.traits.name.upper()  # of this module: one object a process, also of a copied layer
 
-    @abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        max_seqlen: int,
-        scale: float,
-        recomputed: bool = False,
-    ) -> torch.Tensor:
-        """The trainer's attention to keys and values as the cache returns them; see ``kernels.attention``.
+    def attend(self, *call: Any, recomputed: bool = False) -> torch.Tensor:
+        """The trainer's attention to keys and values as the cache returns them.
 
         Args:
+            call: the arguments of ``kernels.attention``.
             recomputed: activation checkpointing runs this forward again right before its backward, so saving FP8
                 instead of BF16 would save no memory.
         """
+        return kernels.attention(*call)
 
-    @abstractmethod
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[T, H, D]`` BF16 as attention sees them."""
-
-    # What rounding lost
-
-    def stored(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[StoredHeads]:
-        """Keys, then values; nothing if the cache is not quantized."""
-        yield from ()
-
-    def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(zero, subnormal) masks of ``qdata``, as ``Format.lost``; NotImplementedError if not quantized."""
-        raise NotImplementedError(f"a cache in {self.traits.label} is not quantized")
-
-    def saturated(self, heads: StoredHeads) -> torch.Tensor:
-        """FP64 number of elements that saturated; NotImplementedError if not quantized."""
-        raise NotImplementedError(f"a cache in {self.traits.label} is not quantized")
-
-    @property
-    def vllm_head(self) -> tuple[int, torch.dtype] | None:
-        """Elements of one key or value of one head and their type for vLLM; None: vLLM's own."""
-        return None
+        return k, v
 
     # Pages of one layer, by the functions that the rollout's attention calls; for the contract check
 
-    @abstractmethod
     def new_pages(
         self, pages: int, block_size: int, kv_heads: int, head_dim: int, device: torch.device
     ) -> torch.Tensor:
@@ -98,24 +79,26 @@ class KVCache(ABC):
         Raises:
             ValueError: a block size that is no multiple of ``traits.page_tokens``.
         """
+        shape = (pages, 2, block_size, kv_heads, head_dim)
+        return torch.full(shape, _unwritten(device, head_dim), dtype=torch.bfloat16, device=device)
 
-    @abstractmethod
     def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
         """Store keys and values ``[T, H, D]`` BF16 in ``slots`` of ``pages``, in place."""
+        kernels.write_pages(k, v, *pages.unbind(1), slots)
 
-    @abstractmethod
     def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """:meth:`write` of values and of keys after QK norm and rotary, in the launch that returns the queries.
 
         Args:
             heads: the arguments of ``kernels.norm_rotary_write`` before the pages.
         """
+        return kernels.norm_rotary_write(*heads, *pages.unbind(1), slots)
 
-    @abstractmethod
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[slots, H, D]`` BF16 of all slots."""
+        keys, values = (part.flatten(0, 1) for part in pages.unbind(1))
+        return keys, values
 
-    @abstractmethod
     def decode(
         self, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, scale: float
     ) -> torch.Tensor:
@@ -124,42 +107,6 @@ class KVCache(ABC):
         Args:
             q, lengths, table, scale: as of ``kernels.decode_attention``.
         """
-
-
-def _unwritten(device: torch.device, head_dim: int) -> float:
-    """Fill of BF16 pages: our kernels read nothing after a request's last token, so NaN; FlashAttention 3, which
-    decodes on a GPU without the native kernel, may multiply it by zero."""
-    own_kernels = device.type == "cpu" or (head_dim == HEAD_DIM and native.unavailable() is None)
-    return torch.nan if own_kernels else torch.finfo(torch.bfloat16).max
-
-
-class BF16Cache(KVCache):
-    """vLLM's own cache: pages ``[pages, 2, block size, H, D]``, keys first."""
-
-    traits = CACHES["bf16"]
-    contract = "attention over a BF16 KV cache"
-
-    def attend(self, *call: Any, recomputed: bool = False) -> torch.Tensor:
-        return kernels.attention(*call)
-
-    def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return k, v
-
-    def new_pages(self, pages: int, block_size: int, kv_heads: int, head_dim: int, device) -> torch.Tensor:
-        shape = (pages, 2, block_size, kv_heads, head_dim)
-        return torch.full(shape, _unwritten(device, head_dim), dtype=torch.bfloat16, device=device)
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor) -> None:
-        kernels.write_pages(k, v, *pages.unbind(1), slots)
-
-    def norm_rotary_write(self, heads: tuple, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        return kernels.norm_rotary_write(*heads, *pages.unbind(1), slots)
-
-    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = (part.flatten(0, 1) for part in pages.unbind(1))
-        return keys, values
-
-    def decode(self, q, pages, lengths, table, scale: float) -> torch.Tensor:
         # Falls back to FlashAttention 3, as vLLM's backend does.
         return kernels.decode_attention_bf16(q, *pages.unbind(1), lengths, table, scale)
 
@@ -169,6 +116,7 @@ class FP8Cache(KVCache):
 
     traits = CACHES["fp8"]
     contract = "attention over an FP8 KV cache"
+    vllm_head = traits.head_bytes(HEAD_DIM), torch.uint8
 
     def attend(self, *call: Any, recomputed: bool = False) -> torch.Tensor:
         return kernels.attention_fp8(*call, keep_fp8=not recomputed)
@@ -176,20 +124,21 @@ class FP8Cache(KVCache):
     def seen(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return kernels.quantize_dequantize_kv(k, v)
 
+    # What rounding lost
+
     def stored(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[StoredHeads]:
+        """Keys, then values."""
         quantized, k_seen, v_seen = kernels.quantize_kv(k, v)
         yield StoredHeads("K", k, quantized.key, k_seen)
         yield StoredHeads("V", v, quantized.value, v_seen)
 
     def lost(self, qdata: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(zero, subnormal) masks of ``qdata``, as ``Format.lost``."""
         return lost(qdata)
 
     def saturated(self, heads: StoredHeads) -> torch.Tensor:
+        """FP64 number of elements that saturated."""
         return saturated(heads.values, heads.qdata, heads.restored)
-
-    @property
-    def vllm_head(self) -> tuple[int, torch.dtype] | None:
-        return self.traits.head_bytes(HEAD_DIM), torch.uint8
 
     def new_pages(self, pages: int, block_size: int, kv_heads: int, head_dim: int, device) -> torch.Tensor:
         shape = reference.cache_shape(pages, block_size, kv_heads)
@@ -213,6 +162,6 @@ class FP8Cache(KVCache):
         return kernels.decode_attention(q, pages, lengths, table, scale)
 
 
-BF16, FP8 = BF16Cache(), FP8Cache()
+BF16, FP8 = KVCache(), FP8Cache()
 OBJECTS: dict[str, KVCache] = {cache.traits.name: cache for cache in (BF16, FP8)}
 """``jetrl.kv_cache`` -> the cache."""

@@ -15,7 +15,6 @@ node of a GPU cluster stays ``nvidia``.
 
 import os
 import types
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,18 +69,21 @@ class _CpuDeviceModule(types.ModuleType):
 
 
 def _build_platform_class() -> type:
-    from verl.plugin.platform import PlatformBase
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
 
     device_module = _CpuDeviceModule()
 
-    class PlatformCPU(PlatformBase):
-        """verl's platform interface for the host processor."""
+    class PlatformCPU(PlatformCUDA):
+        """verl's platform of NVIDIA GPUs, whose resource in Ray it has, for the host processor."""
 
         device_name = property(lambda self: "cpu")
         vendor_name = property(lambda self: "cpu")
         device_module = property(lambda self: device_module)
 
         def is_available(self) -> bool:
+            return True
+
+        def is_platform_available(self, use_smi_check: bool = False) -> bool:
             return True
 
         def current_device(self) -> str:
@@ -106,39 +108,14 @@ def _build_platform_class() -> type:
         def set_allocator_settings(self, settings: str) -> None:
             pass
 
-        def empty_cache(self) -> None:
-            pass
-
         def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
             return None, None
 
         def communication_backend_name(self) -> str:
             return "gloo"
 
-        def visible_devices_envvar(self) -> str:
-            return "CUDA_VISIBLE_DEVICES"
-
-        @contextmanager
-        def nvtx_range(self, msg: str):
-            yield
-
-        def profiler_start(self) -> None:
-            pass
-
-        def profiler_stop(self) -> None:
-            pass
-
-        def ray_resource_name(self) -> str:
-            return "GPU"
-
-        def ray_noset_envvars(self) -> list[str]:
-            return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
         def is_ipc_supported(self) -> bool:
             return False
-
-        def cudart(self) -> None:
-            return None
 
     return PlatformCPU
 

@@ -3,10 +3,11 @@
 """Whole BF16 weights from FSDP1's shards, as the stacks of gather.py.
 
 FSDP1 flattens a layer's parameters into one vector, of which each rank has an equal part. verl gathers it in FP32, cuts
-out parameters, shards them by rows and gathers each again. Here parts are cast to BF16 and gathered once, several
-layers by one collective. Shards that verl has offloaded are read on the host.
+out parameters, shards them by rows and gathers each again. Here parts are cast to BF16 and gathered once, and the
+parameters of several layers are stacked. Shards that verl has offloaded are read on the host.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -37,19 +38,10 @@ class _Unit(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Units that are gathered together.
-
-    Attributes:
-        units: the vectors. tensors: the results.
-        sizes: split of the gathered parts, rank by rank. taken: indices of the pieces of each tensor.
-        lengths: split of each tensor into its pieces.
-    """
+    """Units whose parameters are stacked together, and the results."""
 
     units: tuple[_Unit, ...]
     tensors: tuple[Gathered, ...]
-    sizes: tuple[int, ...]
-    taken: tuple[tuple[int, ...], ...]
-    lengths: tuple[tuple[int, ...], ...]
 
 
 class FlatGather:
@@ -146,67 +138,39 @@ class FlatGather:
 
 
 def _joins(group: list[_Unit], unit: _Unit) -> bool:
-    """Whether a decoder layer is gathered together with ``group``."""
+    """Whether a decoder layer's parameters are stacked with those of ``group``."""
     if any(place(name) is None for member in (group[-1], unit) for name in member.names):
         return False
-    size = torch.bfloat16.itemsize * sum(member.part * _ranks(member) for member in (*group, unit))
-    return _group_of(unit) == _group_of(group[-1]) and size <= TOGETHER_BYTES
-
-
-def _ranks(unit: _Unit) -> int:
-    return unit.handle.world_size if unit.handle.uses_sharded_strategy else 1
-
-
-def _group_of(unit: _Unit) -> dist.ProcessGroup | None:
-    return unit.handle.process_group if unit.handle.uses_sharded_strategy else None
+    elements = sum(math.prod(shape) for member in (*group, unit) for shape in member.shapes)
+    return torch.bfloat16.itemsize * elements <= TOGETHER_BYTES
 
 
 def _span(units: list[_Unit], alike: Callable[[str], Hashable]) -> _Span:
-    ranks, of_a_rank = _ranks(units[0]), sum(unit.part for unit in units)
     names = [name for unit in units for name in unit.names]
     shapes = [shape for unit in units for shape in unit.shapes]
-    # (offset in the gathered parts, length) of the pieces of each parameter.
-    pieces: list[list[tuple[int, int]]] = []
-    before = 0
-    for unit in units:
-        for shape, start in zip(unit.shapes, unit.starts, strict=True):
-            stop, spans = start + torch.Size(shape).numel(), []
-            while start < stop:
-                rank, at = divmod(start, unit.part)
-                length = min(stop - start, unit.part - at)
-                spans.append((rank * of_a_rank + before + at, length))
-                start += length
-            pieces.append(spans)
-        before += unit.part
-    sizes, index, end = [], {}, 0
-    for start, length in sorted(piece for spans in pieces for piece in spans):
-        if start > end:
-            sizes.append(start - end)
-        index[start] = len(sizes)
-        sizes.append(length)
-        end = start + length
-    sizes.append(ranks * of_a_rank - end)
-    tensors = tensors_of(names, shapes, alike)
-    of_tensors = [[piece for i in tensor.members for piece in pieces[i]] for tensor in tensors]
-    taken = tuple(tuple(index[start] for start, _ in spans) for spans in of_tensors)
-    lengths = tuple(tuple(length for _, length in spans) for spans in of_tensors)
-    return _Span(tuple(units), tensors, tuple(sizes), taken, lengths)
+    return _Span(tuple(units), tensors_of(names, shapes, alike))
 
 
 @torch.no_grad()
 def _whole(span: _Span, device: torch.device) -> list[tuple[Name, torch.Tensor]]:
-    ranks, parts = _ranks(span.units[0]), [unit.part for unit in span.units]
-    # Outside of forward and backward a flat parameter is this rank's part, in the optimizer's precision.
-    mine = [unit.handle.flat_param.detach().to(device, non_blocking=True) for unit in span.units]
-    gathered = torch.empty(ranks * sum(parts), dtype=torch.bfloat16, device=device)
-    given = gathered if ranks == 1 else torch.empty(sum(parts), dtype=torch.bfloat16, device=device)
-    torch._foreach_copy_(list(given.split(parts)), mine)
-    if ranks > 1:
-        # As bytes: gloo has no BF16.
-        group = _group_of(span.units[0])
-        dist.all_gather_into_tensor(gathered.view(torch.uint8), given.view(torch.uint8), group=group)
+    parts = [part for unit in span.units for part in _parts(unit, device)]
     whole = [torch.empty(tensor.shape, dtype=torch.bfloat16, device=device) for tensor in span.tensors]
-    pieces = gathered.split(span.sizes)
-    targets = [part for one, lengths in zip(whole, span.lengths, strict=True) for part in one.view(-1).split(lengths)]
-    torch._foreach_copy_(targets, [pieces[i] for taken in span.taken for i in taken])
+    sources = [[parts[i] for i in tensor.members] for tensor in span.tensors]
+    lengths = [list(map(len, members)) for members in sources]
+    targets = [part for one, split in zip(whole, lengths, strict=True) for part in one.view(-1).split(split)]
+    torch._foreach_copy_(targets, sum(sources, []))
     return [(tensor.name, one) for tensor, one in zip(span.tensors, whole, strict=True)]
+
+
+def _parts(unit: _Unit, device: torch.device) -> list[torch.Tensor]:
+    """The unit's parameters, flat, BF16; views of its gathered vector."""
+    # Outside of forward and backward a flat parameter is this rank's part, in the optimizer's precision.
+    flat = unit.handle.flat_param.detach().to(device, non_blocking=True)
+    vector = torch.empty(unit.part, dtype=torch.bfloat16, device=device).copy_(flat)
+    if unit.handle.uses_sharded_strategy and (ranks := unit.handle.world_size) > 1:
+        mine, vector = vector, vector.new_empty(ranks * unit.part)
+        # As bytes: gloo has no BF16.
+        group = unit.handle.process_group
+        dist.all_gather_into_tensor(vector.view(torch.uint8), mine.view(torch.uint8), group=group)
+    sizes = [math.prod(shape) for shape in unit.shapes]
+    return [vector[start : start + size] for start, size in zip(unit.starts, sizes, strict=True)]

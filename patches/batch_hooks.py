@@ -89,103 +89,75 @@ def get_policy_loss_fn(stock, name: str) -> Any:
     return loss_function
 
 
-_UPSTREAM = "no hook for a plugin's metrics or for a batch before its update; no issue is known"
-_UNTIL = "verl lets a plugin see a batch before its update and add metrics of it"
+def _patch(replaces: str, sha256: str, by: Callable[..., Any], symptom: str, needed: bool = True) -> Patch:
+    upstream = "no hook for a plugin's metrics or for a batch before its update; no issue is known"
+    until = "verl lets a plugin see a batch before its update and add metrics of it"
+    return Patch(replaces, {"0.9.1": sha256}, by, symptom, upstream, until, needed)
 
-OLD_LOG_PROBS = Patch(
-    replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_old_log_prob",
-    sha256={"0.9.1": "ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a"},
-    by=compute_old_log_prob,
-    symptom="nothing would compare the rollout's log-probabilities with the trainer's",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+
+OLD_LOG_PROBS = _patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_old_log_prob",
+    "ff8d57e695a1a62075ddd21948090803ba88b55fd7b078d0121602c9571a3c8a",
+    compute_old_log_prob,
+    "nothing would compare the rollout's log-probabilities with the trainer's",
 )
-ADVANTAGES = Patch(
-    replaces="verl.trainer.ppo.v1.utils:compute_advantage_for_multi_trajectories",
-    sha256={"0.9.1": "02bc276ce9ab6bb6a2bbedf0dc24fec51e484bcf29b8ff478507d4cf5569c6bd"},
-    by=compute_advantage_for_multi_trajectories,
-    symptom="nothing can change a batch's importance weights, so correction=adaptive would correct nothing",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+ADVANTAGES = _patch(
+    "verl.trainer.ppo.v1.utils:compute_advantage_for_multi_trajectories",
+    "02bc276ce9ab6bb6a2bbedf0dc24fec51e484bcf29b8ff478507d4cf5569c6bd",
+    compute_advantage_for_multi_trajectories,
+    "nothing can change a batch's importance weights, so correction=adaptive would correct nothing",
 )
-STEP_METRICS = Patch(
-    replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_advantage",
-    sha256={"0.9.1": "0dafb1d9183d6b0c65f2af06bd5cfa00536e32f6921222bf212ebcfd13600253"},
-    by=compute_advantage,
-    symptom="the metrics rollout_corr/truncated/* and rollout_corr/adaptive/* are missing",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
+STEP_METRICS = _patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._compute_advantage",
+    "0dafb1d9183d6b0c65f2af06bd5cfa00536e32f6921222bf212ebcfd13600253",
+    compute_advantage,
+    "the metrics rollout_corr/truncated/* and rollout_corr/adaptive/* are missing",
     needed=False,
 )
-UPDATE = Patch(
-    replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor",
-    sha256={"0.9.1": "bf9d78fa639280b583a371d1178b73b20263f409365b09a504ce78073d560e84"},
-    by=update_actor,
-    symptom="a first update whose forward differs from the rollout would stop without what jetrl diff reads",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+UPDATE = _patch(
+    "verl.trainer.ppo.v1.trainer_base:PPOTrainer._update_actor",
+    "bf9d78fa639280b583a371d1178b73b20263f409365b09a504ce78073d560e84",
+    update_actor,
+    "a first update whose forward differs from the rollout would stop without what jetrl diff reads",
 )
-MISMATCH = Patch(
-    replaces="verl.utils.debug.metrics:calculate_debug_metrics",
-    sha256={"0.9.1": "779da67ff4de8c8a6a409b199c8376c8219eb7649157f0be798609bd3d362d8b"},
-    by=calculate_debug_metrics,
-    symptom="the metrics training/rollout_log_probs_diff_* are missing",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
+MISMATCH = _patch(
+    "verl.utils.debug.metrics:calculate_debug_metrics",
+    "779da67ff4de8c8a6a409b199c8376c8219eb7649157f0be798609bd3d362d8b",
+    calculate_debug_metrics,
+    "the metrics training/rollout_log_probs_diff_* are missing",
     needed=False,
 )
-POLICY_LOSS = Patch(
-    replaces="verl.trainer.ppo.core_algos:get_policy_loss_fn",
-    sha256={"0.9.1": "7e7d3bf3e63688b03129ca9571f67e986f01b37446a0e363c4b391898a583bc7"},
-    by=get_policy_loss_fn,
-    symptom="the metrics actor/jetrl/clipped/* and actor/jetrl/advantage/* are missing",
-    upstream=_UPSTREAM,
-    until=_UNTIL,
+POLICY_LOSS = _patch(
+    "verl.trainer.ppo.core_algos:get_policy_loss_fn",
+    "7e7d3bf3e63688b03129ca9571f67e986f01b37446a0e363c4b391898a583bc7",
+    get_policy_loss_fn,
+    "the metrics actor/jetrl/clipped/* and actor/jetrl/advantage/* are missing",
     needed=False,
 )
 PATCHES = (OLD_LOG_PROBS, ADVANTAGES, STEP_METRICS, UPDATE, MISMATCH, POLICY_LOSS)
 
-_TRAINER = "verl.trainer.ppo.v1.trainer_base"
+_CALLED_BY = {
+    "AFTER_OLD_LOG_PROBS": (OLD_LOG_PROBS,),
+    "AFTER_FAILED_UPDATES": (UPDATE,),
+    "AFTER_ADVANTAGES": (ADVANTAGES, STEP_METRICS),
+    "DEBUG_METRICS": (MISMATCH,),
+    "AROUND_POLICY_LOSS": (POLICY_LOSS,),
+}
 
 
-def run_after_old_log_probs(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:
-    """As :func:`run_after_advantages`, with a hook of :data:`AFTER_OLD_LOG_PROBS`."""
-    _register_in_trainer("AFTER_OLD_LOG_PROBS", name, hook, OLD_LOG_PROBS)
+def register_in_trainer(hooks: str, name: str, hook: Callable[..., Any]) -> None:
+    """:func:`register` in the process of verl's trainer, which need not be imported yet."""
+    when_imported("verl.trainer.ppo.v1.trainer_base", f"{hooks} {name}", lambda: register(hooks, name, hook))
 
 
-def after_failed_updates(name: str, hook: Callable[[Any, Exception], None]) -> None:
-    """As :func:`run_after_advantages`, with a hook of :data:`AFTER_FAILED_UPDATES`."""
-    _register_in_trainer("AFTER_FAILED_UPDATES", name, hook, UPDATE)
-
-
-def run_after_advantages(name: str, hook: Callable[[Any, Any], dict[str, float]]) -> None:
-    """Call ``hook`` once per batch in the process of verl's trainer, which need not be imported yet.
+def register(hooks: str, name: str, hook: Callable[..., Any]) -> None:
+    """Let verl call a hook in this process.
 
     Args:
-        name: of the hook; a later hook of the same name replaces it. hook: see :data:`AFTER_ADVANTAGES`.
+        hooks: name of the dictionary above. name: of the hook; a later hook of the same name replaces it.
     """
-    _register_in_trainer("AFTER_ADVANTAGES", name, hook, ADVANTAGES, STEP_METRICS)
-
-
-def add_debug_metrics(name: str, hook: Callable[[Any], dict[str, float]]) -> None:
-    """As :func:`run_after_advantages`, with a hook of :data:`DEBUG_METRICS`."""
-    _register_in_trainer("DEBUG_METRICS", name, hook, MISMATCH)
-
-
-def wrap_policy_losses(name: str, hook: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap every policy loss of this process with a hook of :data:`AROUND_POLICY_LOSS`."""
-    _register("AROUND_POLICY_LOSS", name, hook, POLICY_LOSS)
-
-
-def _register_in_trainer(hooks: str, name: str, hook: Callable[..., Any], *patches: Patch) -> None:
-    when_imported(_TRAINER, f"{hooks} {name}", lambda: _register(hooks, name, hook, *patches))
-
-
-def _register(hooks: str, name: str, hook: Callable[..., Any], *patches: Patch) -> None:
-    for patch in patches:
+    first, *others = _CALLED_BY[hooks]
+    for patch in (first, *others):
         patch.apply()
     # Absent where the patch did not fit and the run goes on without it.
-    getattr(importlib.import_module(patches[0].module), hooks, {})[name] = hook
+    getattr(importlib.import_module(first.module), hooks, {})[name] = hook

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from jetrl_verl.patches.batch_hooks import run_after_advantages
+from jetrl_verl.patches.batch_hooks import register_in_trainer
 
 LOG_RATIO_BOUND = 20.0
 """verl clamps ``log r`` to this bound."""
@@ -91,4 +91,4 @@ def install_in_trainer(scale: float) -> None:
     def hook(batch: Any, algorithm: Any) -> dict[str, float]:
         return adapt(batch, scale)
 
-    run_after_advantages("adaptive correction", hook)
+    register_in_trainer("AFTER_ADVANTAGES", "adaptive correction", hook)

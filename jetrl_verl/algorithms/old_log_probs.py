@@ -23,7 +23,7 @@ import torch
 
 from jetrl_verl.config.job import Job
 from jetrl_verl.metrics.mismatch import by_lag, prefixed
-from jetrl_verl.patches.batch_hooks import after_failed_updates, run_after_old_log_probs
+from jetrl_verl.patches.batch_hooks import register_in_trainer
 from jetrl_verl.patches.checkpoint_tracker import steps_in
 from jetrl_verl.patches.token_versions import TOKEN_VERSIONS
 
@@ -431,6 +431,6 @@ def _shown(value: float) -> str:
 def install_in_trainer(job: Job) -> None:
     """Compare every batch of verl's trainer in the process that runs it."""
     tripwire = Tripwire(job)
-    run_after_old_log_probs(_HOOK, tripwire.after_old_log_probs)
+    register_in_trainer("AFTER_OLD_LOG_PROBS", _HOOK, tripwire.after_old_log_probs)
     if job.options.old_log_probs == "rollout":
-        after_failed_updates(_HOOK, tripwire.after_failed_update)
+        register_in_trainer("AFTER_FAILED_UPDATES", _HOOK, tripwire.after_failed_update)

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from jetrl_verl.metrics.mismatch import by_sign, clipped, prefixed, tail, truncated
-from jetrl_verl.patches.batch_hooks import add_debug_metrics, run_after_advantages, wrap_policy_losses
+from jetrl_verl.patches.batch_hooks import register, register_in_trainer
 
 REACHES = ("verl.workers.utils.losses:ppo_loss",)
 """Calls the policy losses that are wrapped here; scripts/reach.py watches it."""
@@ -14,19 +14,19 @@ REACHES = ("verl.workers.utils.losses:ppo_loss",)
 
 def install_in_trainer() -> None:
     """Register the trainer's two hooks in the process that runs verl's trainer; idempotent."""
-    run_after_advantages("truncated shares", _truncation)
-    add_debug_metrics("tail", _tail)
+    register_in_trainer("AFTER_ADVANTAGES", "truncated shares", _truncation)
+    register_in_trainer("DEBUG_METRICS", "tail", _tail)
 
 
 def report_exactness(exact: bool, shared: bool) -> None:
     """Add to every step of verl's trainer what the job promises, and whether its operations are shared; idempotent."""
     metrics = {"jetrl/exact": float(exact), "jetrl/shared_operations": float(shared)}
-    run_after_advantages("exactness", lambda batch, algorithm: metrics)
+    register_in_trainer("AFTER_ADVANTAGES", "exactness", lambda batch, algorithm: metrics)
 
 
 def install_in_actor() -> None:
     """Register the hook of the policy losses that verl's ``ppo_loss`` calls, in an actor; idempotent."""
-    wrap_policy_losses("clipped shares", _with_clipped_shares)
+    register("AROUND_POLICY_LOSS", "clipped shares", _with_clipped_shares)
 
 
 def _tail(data: Any) -> dict[str, float]:

@@ -9,7 +9,6 @@ statement (statement.py), so a dropped, swapped or misplaced weight is seen.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -101,20 +100,12 @@ class ContractReceiver:
                 elif entry.kind == Kind.MANIFEST:
                     self._manifest = Manifest.from_tensor(entry.of(piece))
 
-    def verify(
-        self,
-        live: Mapping[str, LiveTensor],
-        *,
-        scale_rule: str,
-        probe: int | None,
-        operations: Mapping[str, int] = MappingProxyType({}),
-        constants: Mapping[str, Any] = MappingProxyType({}),
-    ) -> dict[str, int]:
+    def verify(self, live: Mapping[str, LiveTensor], **facts: Any) -> dict[str, int]:
         """Compare the statement with this worker.
 
         Args:
             live: trainer's name -> this worker's part, quantized and plain.
-            scale_rule, probe, operations, constants: as in :class:`Manifest`, of this worker.
+            facts: of this worker, scale_rule, probe, operations and constants of :class:`Manifest`.
 
         Returns:
             Counts under ``"quantized"`` and ``"plain"``, and under ``"digest"`` the sum of all live sums modulo 2^64.
@@ -122,17 +113,18 @@ class ContractReceiver:
         Raises:
             ContractViolation: at the first difference.
         """
-        manifest = self._check_statement(scale_rule, constants)
+        own = Manifest(**facts)
+        manifest = self._check_statement(own)
         if self._comparison is None or not self._comparison.fits(manifest, live):
             self._comparison = None
             _check_coverage(manifest, live)
             self._comparison = _Comparison(manifest, live)
         digest = self._comparison.run(self._sums)
-        _check_code(manifest, probe, operations, self._sums.device)
+        _check_code(manifest, own, self._sums.device)
         return self._comparison.counts | {"digest": digest % 2**64}
 
-    def _check_statement(self, scale_rule: str, constants: Mapping[str, Any]) -> Manifest:
-        """The trainer's manifest; its scale rule and constants must equal this side's."""
+    def _check_statement(self, own: Manifest) -> Manifest:
+        """The trainer's manifest; its scale rule and constants must equal this side's own."""
         manifest = self._manifest
         if manifest is None:
             raise ContractViolation(
@@ -144,13 +136,13 @@ class ContractReceiver:
                 f"contract check: {0 if self._sums is None else len(self._sums)} of the trainer's {manifest.length()} "
                 "sums arrived: the two sides run different versions of jetrl_verl. Install the same one on both."
             )
-        if manifest.scale_rule != scale_rule:
+        if manifest.scale_rule != own.scale_rule:
             raise ContractViolation(
-                f"contract check: the trainer has scale rule {manifest.scale_rule}, the rollout {scale_rule}. Set the "
-                "same jetrl.scale_rule on both."
+                f"contract check: the trainer has scale rule {manifest.scale_rule}, the rollout {own.scale_rule}. Set "
+                "the same jetrl.scale_rule on both."
             )
-        for name in sorted(manifest.constants.keys() | constants.keys()):
-            sides = manifest.constants.get(name), constants.get(name)
+        for name in sorted(manifest.constants.keys() | own.constants.keys()):
+            sides = manifest.constants.get(name), own.constants.get(name)
             if sides[0] != sides[1]:
                 raise ContractViolation(
                     f"contract check: {name} is {sides[0]} in the trainer and {sides[1]} in the rollout: they compute "
@@ -160,16 +152,16 @@ class ContractReceiver:
         return manifest
 
 
-def _check_code(manifest: Manifest, probe: int | None, operations: Mapping[str, int], device: torch.device) -> None:
+def _check_code(manifest: Manifest, own: Manifest, device: torch.device) -> None:
     """Both sides run the same kernels: linear layers by the probe, shared operations by their sums."""
-    if manifest.probe != probe:
-        stated, live = ("none" if value is None else f"{value:#x}" for value in (manifest.probe, probe))
+    if manifest.probe != own.probe:
+        stated, live = ("none" if value is None else f"{value:#x}" for value in (manifest.probe, own.probe))
         raise ContractViolation(
             f"contract check: the probe GEMM gives {stated} in the trainer, {live} in the rollout: "
             f"the two sides run different kernels, the rollout {kernels.describe_backends(device)}"
         )
-    names = sorted(manifest.operations.keys() | operations.keys())
-    different = [name for name in names if manifest.operations.get(name) != operations.get(name)]
+    names = sorted(manifest.operations.keys() | own.operations.keys())
+    different = [name for name in names if manifest.operations.get(name) != own.operations.get(name)]
     if different:
         raise ContractViolation(
             f"contract check: {', '.join(different)} of the shared operations differ between trainer and rollout: "

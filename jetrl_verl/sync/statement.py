@@ -9,9 +9,8 @@ the rollout. The manifest has the facts, and the sums of probes that tell kernel
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -93,22 +92,11 @@ class Statement:
     """Sums the weights of one sync with few launches: qdata and matrices at once, scales and vectors at the end.
 
     Args:
-        scale_rule, probe, operations, constants, tied: as in :class:`Manifest`.
-        ranks: tensor-parallel size of the rollout.
+        ranks: tensor-parallel size of the rollout. facts: fields of :class:`Manifest`.
     """
 
-    def __init__(
-        self,
-        *,
-        scale_rule: str,
-        probe: int | None,
-        operations: Mapping[str, int] = MappingProxyType({}),
-        constants: Mapping[str, Any] = MappingProxyType({}),
-        ranks: int = 1,
-        tied: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        self._manifest = Manifest(scale_rule, probe, dict(operations), dict(constants), dict(tied))
-        self._ranks = ranks
+    def __init__(self, *, ranks: int = 1, **facts: Any) -> None:
+        self._manifest, self._ranks = Manifest(**facts), ranks
         self._sums: list[torch.Tensor] = []
         self._scales: dict[Format, dict[int, torch.Tensor]] = {}
         self._vectors: dict[int, torch.Tensor] = {}

@@ -84,14 +84,8 @@ def weight_stream(
         if options.reduction == "ordered":
             operations |= stated_reduction(device, ranks)
         probe = stated_probe(device, options.rollout, options.scale_rule)
-        statement = Statement(
-            scale_rule=options.scale_rule,
-            probe=probe,
-            operations=operations,
-            constants=constants,
-            ranks=ranks,
-            tied=tied,
-        )
+        facts = dict(operations=operations, constants=dict(constants), tied=dict(tied))
+        statement = Statement(ranks=ranks, scale_rule=options.scale_rule, probe=probe, **facts)
     quantized = quantize_stream(weights, plans, options.scale_rule, kept_scales)
     return packed(sync_parts(quantized, statement, metrics), statistics, bucket_bytes)
 

@@ -53,14 +53,8 @@ def load_master(folder: str | Path, job: Job | None, **arguments: Any) -> torch.
     return model
 
 
-@contextlib.contextmanager
-def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
-    stock = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, stock)
+Replaced = Iterator[tuple[Any, str, Any]]
+"""(module, name of a function in it, the function to call while the model runs)."""
 
 
 class _RouterFunctions:
@@ -225,75 +219,56 @@ class Trainer:
         experts, weights = chosen_of(answer, chosen.shape[-1])
         return logits, weights, experts.to(chosen.dtype)
 
-    @contextlib.contextmanager
-    def _mixture(self) -> Iterator[None]:
-        """Replace the functions of a router and of the experts' sums by ones that call the tap."""
-        if self._family.experts is None:
-            yield
-        elif self._shared:
-            route, combine, add = kernels.route, kernels.combine, kernels.add_shared_expert
-
-            def routed(logits: torch.Tensor, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-                return route(self._ask("router", logits), *args)
-
-            def combined(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-                rows = y[row.long()].flatten(1)
-                answer = self._tap(Operation(self._layer, "experts"), rows)
-                if answer is not rows:
-                    y = y.index_copy(0, row.flatten().long(), answer.view(-1, y.shape[1]))
-                return self._ask("combine", combine(y, row))
-
-            def added(routed: torch.Tensor, shared: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-                logits = self._ask(leaf(self._family.experts.shared_gate), logits)
-                return self._ask("shared_sum", add(routed, shared, logits))
-
-            with (
-                _exchanged(kernels, "route", routed),
-                _exchanged(kernels, "combine", combined),
-                _exchanged(kernels, "add_shared_expert", added),
-            ):
-                yield
-        else:
+    def _mixture(self) -> Replaced:
+        """The functions of a router and of the experts' sums, with taps."""
+        if not self._shared:
             # Only the router calls it by this name.
             modeling = sys.modules[type(self._model).__module__]
-            with _exchanged(modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))):
-                yield
-
-    @contextlib.contextmanager
-    def _delta_nets(self) -> Iterator[None]:
-        """Replace convolution and rule by functions that call the tap, also with b and a, which only the rule reads."""
-        names, convolve, rule = self._family.delta_net, kernels.causal_conv1d, kernels.gated_delta_rule
-        if names is None:
-            yield
+            yield modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))
             return
+        route, combine, add = kernels.route, kernels.combine, kernels.add_shared_expert
 
-        def convolved(*args: Any) -> torch.Tensor:
-            return self._ask("convolution", convolve(*args))
+        def combined(y: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            rows = y[row.long()].flatten(1)
+            answer = self._tap(Operation(self._layer, "experts"), rows)
+            if answer is not rows:
+                y = y.index_copy(0, row.flatten().long(), answer.view(-1, y.shape[1]))
+            return self._ask("combine", combine(y, row))
+
+        def added(routed: torch.Tensor, shared: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+            logits = self._ask(leaf(self._family.experts.shared_gate), logits)
+            return self._ask("shared_sum", add(routed, shared, logits))
+
+        yield kernels, "route", lambda logits, *args: route(self._ask("router", logits), *args)
+        yield kernels, "combine", combined
+        yield kernels, "add_shared_expert", added
+
+    def _delta_nets(self) -> Replaced:
+        """Convolution and rule, with taps, also of b and a, which only the rule reads."""
+        names, convolve, rule = self._family.delta_net, kernels.causal_conv1d, kernels.gated_delta_rule
 
         def ruled(qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, *args: Any) -> torch.Tensor:
             b, a = (self._ask(leaf(name), rows) for name, rows in ((names.b, b), (names.a, a)))
             return self._ask("delta_rule", rule(qkv, b, a, *args))
 
-        with _exchanged(kernels, "causal_conv1d", convolved), _exchanged(kernels, "gated_delta_rule", ruled):
-            yield
+        yield kernels, "causal_conv1d", lambda *args: self._ask("convolution", convolve(*args))
+        yield kernels, "gated_delta_rule", ruled
 
-    def _rotary(self) -> contextlib.AbstractContextManager:
-        """Replace the function that rotates queries and keys by one that calls the tap."""
+    def _rotary(self) -> Replaced:
+        """The function that rotates queries and keys, with taps."""
         if self._shared:
             rotary = kernels.rotary
 
             def rotated(*args: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 return tuple(self._ask(name, x) for name, x in zip(_ROTARY, rotary(*args), strict=True))
 
-            if not self._family.q_norm:
-                return _exchanged(kernels, "rotary", rotated)
-
             def one_by_one(q, k, q_weight, k_weight, eps, table, positions, unit_offset) -> tuple[torch.Tensor, ...]:
                 q = self._ask(leaf(self._family.q_norm), kernels.rms_norm(q, q_weight, eps, unit_offset))
                 k = self._ask(leaf(self._family.k_norm), kernels.rms_norm(k, k_weight, eps, unit_offset))
                 return rotated(q, k, table, positions)
 
-            return _exchanged(kernels, "norm_rotary", one_by_one)
+            yield (kernels, "norm_rotary", one_by_one) if self._family.q_norm else (kernels, "rotary", rotated)
+            return
         modeling = sys.modules[type(self._model).__module__]
         rotate = modeling.apply_rotary_pos_emb
 
@@ -305,7 +280,22 @@ class Trainer:
                 k = self._ask("k_cache", k)
             return q.transpose(1, 2), k.transpose(1, 2)
 
-        return _exchanged(modeling, "apply_rotary_pos_emb", stock)
+        yield modeling, "apply_rotary_pos_emb", stock
+
+    @contextlib.contextmanager
+    def _tapped(self) -> Iterator[None]:
+        """Replace functions that are no modules by ones that call the tap."""
+        replaced = [*self._rotary()]
+        replaced += self._mixture() if self._family.experts is not None else ()
+        replaced += self._delta_nets() if self._family.delta_net is not None else ()
+        stock = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+        try:
+            for owner, name, function in replaced:
+                setattr(owner, name, function)
+            yield
+        finally:
+            for owner, name, function in stock:
+                setattr(owner, name, function)
 
     def _sample(self, logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """Log-probabilities ``[n]`` FP32 of the tokens ``drawn`` under ``logits [n, V]``, as in the engine."""
@@ -325,7 +315,7 @@ class Trainer:
         ids = torch.tensor([[token for sequence in sequences for token in sequence]], device=device)
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])[None].to(device)
         self._tap, self._tokens, self._drawing = tap, ids.shape[1], recording.drawing.to(device)
-        with self._rotary(), self._mixture(), self._delta_nets(), torch.autocast(device.type, torch.bfloat16):
+        with self._tapped(), torch.autocast(device.type, torch.bfloat16):
             logits = self._model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
         drawn = self._sample(logits, recording.drawn.to(device))
         return tap(Operation(None, "sampler"), drawn[:, None])[:, 0].cpu()

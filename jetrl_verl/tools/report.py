@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
 
 import matplotlib
 
@@ -39,14 +38,6 @@ STYLE = {
     "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text and takes the page's colour
 }
-
-
-class Series(NamedTuple):
-    """A curve that no run logged, for the panel of the mismatch."""
-
-    name: str
-    steps: Sequence[int]
-    values: Sequence[float]
 
 
 @dataclass
@@ -124,7 +115,7 @@ def read_metrics(folder: Path) -> dict[int, dict]:
 
 
 def write_report(
-    runs: Sequence[Run], path: Path, title: str = "Jet-RL on verl", extra: Sequence[Series] = (), summary: str = ""
+    runs: Sequence[Run], path: Path, title: str = "Jet-RL on verl", extra: Sequence[Run] = (), summary: str = ""
 ) -> Path:
     """Write the page to ``path`` and its picture next to it as PNG; returns ``path``.
 
@@ -167,7 +158,7 @@ PANELS = {
 
 
 def draw(
-    runs: Sequence[Run], extra: Sequence[Series] = (), panels: Sequence[str] = tuple(PANELS)
+    runs: Sequence[Run], extra: Sequence[Run] = (), panels: Sequence[str] = tuple(PANELS)
 ) -> tuple[plt.Figure, list[str]]:
     """One figure with those of ``panels`` whose metric some run logged, and the titles of the others.
 
@@ -194,7 +185,7 @@ def draw(
     return figure, [PANELS[name][0] for name in panels if name not in shown]
 
 
-def _lines(runs: Sequence[Run], keys: Mapping[str, str], extra: Sequence[Series] = ()) -> list[dict]:
+def _lines(runs: Sequence[Run], keys: Mapping[str, str], extra: Sequence[Run] = ()) -> list[dict]:
     """Arguments of :func:`_draw_line`: a colour per group of runs, a dash per key (name -> key)."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
@@ -205,8 +196,8 @@ def _lines(runs: Sequence[Run], keys: Mapping[str, str], extra: Sequence[Series]
             curves = [dict(zip(*run.series(key))) for run in members if run.series(key)[0]]
             style = {"label": f"{group}, {name}" if len(keys) > 1 else group, "color": f"C{i}"}
             lines += [{"curves": curves, "linestyle": DASHES[j % len(DASHES)], **style}] if curves else []
-    for i, series in enumerate(extra, start=len(groups)):
-        lines.append({"curves": [dict(zip(series.steps, series.values))], "label": series.name, "color": f"C{i}"})
+    for i, run in enumerate(extra, start=len(groups)):
+        lines.append({"curves": [dict(zip(*run.series(MISMATCH)))], "label": run.name, "color": f"C{i}"})
     return lines
 
 

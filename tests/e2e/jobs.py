@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 from jetrl_verl.tools.demo import cache
-from jetrl_verl.tools.demo.run import DemoOptions, baseline_series, run_demo
+from jetrl_verl.tools.demo.run import DemoOptions, baseline_run, run_demo
 from jetrl_verl.tools.report import MISMATCH, load_run
 
 SYNC = re.compile(
@@ -89,5 +89,5 @@ def train(
         # Asynchronous trainers have tokens of older weights, too.
         promised = "rollout_corr/lag_0/k3_kl" if any("_async" in word for word in overrides) else MISMATCH
         assert not exact or all(step.get(promised, 0) == 0 for step in unreported), "what the job promises"
-    series = baseline_series(folder)
-    return Run(metrics, SYNC.findall(log), log, dict(zip(series.steps, series.values)) if series else {})
+    measured = baseline_run(folder)
+    return Run(metrics, SYNC.findall(log), log, dict(zip(*measured.series(MISMATCH))) if measured else {})

@@ -17,7 +17,7 @@ from jetrl_verl.inputs import UserError
 from jetrl_verl.models.plan import UnsupportedLayer
 from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.tools.progress import describe, last_errors
-from jetrl_verl.tools.report import PANELS, Run, Series, accuracy_keys, draw, load_run, write_report
+from jetrl_verl.tools.report import PANELS, Run, accuracy_keys, draw, load_run, write_report
 
 ACCURACY = "val-core/jetrl/addition/acc/mean@1"
 STEP = {
@@ -82,7 +82,7 @@ def test_validation_sets_are_named_with_the_responses_where_they_differ():
 
 def test_a_mismatch_of_zero_is_a_visible_line_next_to_others():
     exact = Run("jet_fp8_exact", records(**{"rollout_corr/k3_kl": 0.0}))
-    for extra in ((), [Series("fp8_rollout", [1, 2, 3], [2e-4, 1e-4, 3e-4])]):
+    for extra in ((), [Run("fp8_rollout", [(i, {"rollout_corr/k3_kl": v}) for i, v in enumerate((2e-4, 1e-4, 3e-4))])]):
         lines, axes = mismatch_lines([exact], extra)
         assert lines["jet_fp8_exact: exactly 0"] == [0.0] * 3
         assert axes.get_ylim()[0] < 0 and {text.get_text() for text in axes.get_legend().get_texts()} == set(lines)

@@ -26,7 +26,7 @@ from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, choose_de
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import Tracker, last_errors
 from jetrl_verl.tools.provenance import nvidia_smi, provenance
-from jetrl_verl.tools.report import MISMATCH, Run, Series, accuracy_keys, draw, load_run, write_report
+from jetrl_verl.tools.report import MISMATCH, Run, accuracy_keys, draw, load_run, write_report
 
 _PACKAGES = ("jetrl-verl", "verl", "vllm", "torch", "transformers", "ray")
 BASELINE = (sys.executable, "-m", baseline.__name__)
@@ -87,8 +87,8 @@ def run_demo(options: DemoOptions, trainer: Sequence[str] = VERL) -> int:
         say(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal
     run = load_run(paths.folder)
-    series = baseline_series(paths.folder)
-    extra = [series] if series else []
+    measured = baseline_run(paths.folder)
+    extra = [measured] if measured else []
     digits, parameters = recipe.task.digits, prepared.facts.get("parameters", 0)
     title = (
         f"GRPO on sums of two numbers of {digits} digits, {parameters / 1e6:.1f}M parameters, {_device_name(device)}"
@@ -97,7 +97,7 @@ def run_demo(options: DemoOptions, trainer: Sequence[str] = VERL) -> int:
     figure, _ = draw([run], extra, ("accuracy", "mismatch"))
     figure.suptitle(title)
     figure.savefig(paths.folder / "demo.png", dpi=150, facecolor="white")
-    for line in (*summary_lines(run, series), f"report: {report}"):
+    for line in (*summary_lines(run, measured), f"report: {report}"):
         say(line)
     return 0
 
@@ -170,16 +170,18 @@ def _measure_baseline(options: DemoOptions, paths: RunPaths, prepared: cache.Pre
     return False
 
 
-def baseline_series(folder: Path) -> Series | None:
+def baseline_run(folder: Path) -> Run | None:
     """The mismatch of ``fp8_rollout`` that was measured for the run in ``folder``, or None."""
-    if not (folder / baseline.PRECISION / "metrics.jsonl").is_file():
-        return None
-    steps, values = load_run(folder / baseline.PRECISION).series(MISMATCH)
-    return Series("fp8_rollout on the same policies", steps, values)
+    measured = folder / baseline.PRECISION
+    return (
+        load_run(measured, f"{baseline.PRECISION} on the same policies")
+        if (measured / "metrics.jsonl").is_file()
+        else None
+    )
 
 
-def summary_lines(run: Run, series: Series | None) -> Iterator[str]:
-    """First and last held-out accuracy of each validation set, then the mismatch of ``run`` and of ``series``."""
+def summary_lines(run: Run, measured: Run | None) -> Iterator[str]:
+    """First and last held-out accuracy of each validation set, then the mismatch of ``run`` and of the baseline."""
     for name, key in accuracy_keys([run]).items():
         if points := list(zip(*run.series(key))):
             ends = dict.fromkeys((points[0], points[-1]))
@@ -187,7 +189,8 @@ def summary_lines(run: Run, series: Series | None) -> Iterator[str]:
             yield f"held-out accuracy of {name}: {', '.join(texts)}"
     if values := run.series(MISMATCH)[1]:
         mismatch = f"mean {sum(values) / len(values):.1e}" if any(values) else f"exactly 0 in all {len(values)} steps"
-        baseline = f"; {series.name}: {min(series.values):.1e} to {max(series.values):.1e}" if series else ""
+        others = measured.series(MISMATCH)[1] if measured else ()
+        baseline = f"; {measured.name}: {min(others):.1e} to {max(others):.1e}" if measured else ""
         yield f"k3_kl of rollout and trainer: {mismatch}{baseline}"
 
 

@@ -67,22 +67,12 @@ def _raw_ratio(rollout_is_weights: torch.Tensor | None, loss: str) -> torch.Tens
 
 
 @register_policy_loss("qurl_decoupled")
-def qurl_decoupled(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> Loss:
+def qurl_decoupled(*, rollout_is_weights: torch.Tensor | None = None, **batch: Any) -> Loss:
     """QuRL's decoupled PPO: ``E[ r0 min(R A, clip(R, 1 - eps, 1 + eps) A) ]``, r0 not truncated.
 
     Args:
-        old_log_prob: log pi_old ``[batch, response]`` FP32. log_prob: log pi_theta, same shape, with gradient.
-        advantages: A, same shape. response_mask: same shape, true on response tokens.
-        loss_agg_mode: verl's name of the mean. config: verl's ``ActorConfig``.
-        rollout_is_weights: the untruncated r0, same shape.
+        rollout_is_weights: the untruncated r0 ``[batch, response]`` FP32.
+        batch: the other arguments of verl's ``compute_policy_loss_vanilla``.
 
     Returns:
         Scalar loss and metrics.
@@ -90,20 +80,11 @@ def qurl_decoupled(
     Raises:
         UnsupportedConfiguration: no ``rollout_is_weights``.
     """
-    r0 = _raw_ratio(rollout_is_weights, "qurl_decoupled")
-    return compute_policy_loss_vanilla(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, r0)
+    return compute_policy_loss_vanilla(rollout_is_weights=_raw_ratio(rollout_is_weights, "qurl_decoupled"), **batch)
 
 
 @register_policy_loss("qurl_acr")
-def qurl_acr(
-    old_log_prob: torch.Tensor,
-    log_prob: torch.Tensor,
-    advantages: torch.Tensor,
-    response_mask: torch.Tensor,
-    loss_agg_mode: str = "token-mean",
-    config: Any = None,
-    rollout_is_weights: torch.Tensor | None = None,
-) -> Loss:
+def qurl_acr(*, rollout_is_weights: torch.Tensor | None = None, config: Any, **batch: Any) -> Loss:
     """QuRL's adaptive clipping range: ``E[ w min(R A, clip(R, 1 - eps, (1 + eps) / r) A) ]``, ``w = min(r0, C)``.
 
     Descriptions of the paper disagree on r. Here ``r = w / r0 <= 1``: if a weight is truncated, the upper bound loosens
@@ -116,14 +97,7 @@ def qurl_acr(
     """
     r0 = _raw_ratio(rollout_is_weights, "qurl_acr")
     threshold = config.policy_loss.is_threshold
-    loss, metrics = compute_policy_loss_vanilla(
-        old_log_prob,
-        log_prob,
-        advantages,
-        response_mask,
-        loss_agg_mode,
-        _loosened(config, (r0 / threshold).clamp(min=1)),
-        r0.clamp(max=threshold),
-    )
-    metrics |= prefixed("actor/jetrl/truncated", by_sign(r0 > threshold, advantages, response_mask))
-    return loss, metrics
+    loosened = _loosened(config, (r0 / threshold).clamp(min=1))
+    loss, metrics = compute_policy_loss_vanilla(rollout_is_weights=r0.clamp(max=threshold), config=loosened, **batch)
+    truncated = by_sign(r0 > threshold, batch["advantages"], batch["response_mask"])
+    return loss, metrics | prefixed("actor/jetrl/truncated", truncated)

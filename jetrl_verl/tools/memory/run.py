@@ -78,12 +78,14 @@ def run_memory(words: Sequence[str], script: Path | None, gib: float, console: C
         cache = UNQUANTIZED if precision.name == "bf16" else kv_cache
         of_request = model.request_bytes(longest, cache, prefixes, precision.shared and not stock)
         tokens[precision.name] = columns[precision.name]["rollout"]["KV cache"] * tp / of_request * longest
-    state_bytes = model.state_bytes + (0 if stock else model.chunk_bytes)
-    together = f"{gpus} + {rollout_gpus}" if rollout_gpus else gpus
+    together, states = (
+        f"{gpus} + {rollout_gpus}" if rollout_gpus else gpus,
+        model.recurrent * model.delta_bytes(not stock),
+    )
     say(
         f"{name}: {model.parameters / 1e9:.2f}B parameters, {together} GPUs of {gib:g} GiB, rollout TP {tp}, "
         f"micro-batches of {micro_batches(get)[0]:.0f} tokens"
-        + (f", states of {model.recurrent * state_bytes / 2**20:.0f} MiB a request" if model.recurrent else "")
+        + (f", states of {states / 2**20:.0f} MiB a request" if states else "")
     )
     console.print(table_of(columns, tokens))
     for sentence in problems(columns, tokens, gib, longest) or ["Every precision fits."]:

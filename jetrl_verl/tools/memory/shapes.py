@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sizes of a model that memory depends on, from a Hugging Face configuration or a known name."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
@@ -23,83 +23,70 @@ _FIELDS = (
     *("model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
 )
-_HEADS_OF_64 = ("qwen2.5-0.5b", "llama-3.2-1b")
-_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-
-KNOWN: dict[str, dict[str, Any]] = {
-    name: dict(zip(_FIELDS, sizes, strict=True))
-    | {"head_dim": 64 if name in _HEADS_OF_64 else 128, "hidden_act": "silu"}
-    | (_EXPERTS if sizes[0] == "qwen3_moe" else {})
-    for name, *sizes in (
-        ("qwen3-0.6b", "qwen3", 28, 1024, 3072, 16, 8, 151936, True),
-        ("qwen3-1.7b", "qwen3", 28, 2048, 6144, 16, 8, 151936, True),
-        ("qwen3-4b", "qwen3", 36, 2560, 9728, 32, 8, 151936, True),
-        ("qwen3-8b", "qwen3", 36, 4096, 12288, 32, 8, 151936, False),
-        ("qwen3-14b", "qwen3", 40, 5120, 17408, 40, 8, 151936, False),
-        ("qwen3-32b", "qwen3", 64, 5120, 25600, 64, 8, 151936, False),
-        ("qwen3-30b-a3b", "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, False),
-        ("qwen2.5-0.5b", "qwen2", 24, 896, 4864, 14, 2, 151936, True),
-        ("qwen2.5-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, True),
-        ("qwen2.5-7b", "qwen2", 28, 3584, 18944, 28, 4, 152064, False),
-        ("qwen2.5-32b", "qwen2", 64, 5120, 27648, 40, 8, 152064, False),
-        ("deepseek-r1-distill-qwen-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, False),
-        ("llama-3.2-1b", "llama", 16, 2048, 8192, 32, 8, 128256, True),
-        ("llama-3.1-8b", "llama", 32, 4096, 14336, 32, 8, 128256, False),
-    )
-}
-"""Name -> the fields of its configuration that memory depends on."""
+_SIZES = (
+    ("qwen3-0.6b", "qwen3", 28, 1024, 3072, 16, 8, 151936, True),
+    ("qwen3-1.7b", "qwen3", 28, 2048, 6144, 16, 8, 151936, True),
+    ("qwen3-4b", "qwen3", 36, 2560, 9728, 32, 8, 151936, True),
+    ("qwen3-8b", "qwen3", 36, 4096, 12288, 32, 8, 151936, False),
+    ("qwen3-14b", "qwen3", 40, 5120, 17408, 40, 8, 151936, False),
+    ("qwen3-32b", "qwen3", 64, 5120, 25600, 64, 8, 151936, False),
+    ("qwen3-30b-a3b", "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, False),
+    ("qwen2.5-0.5b", "qwen2", 24, 896, 4864, 14, 2, 151936, True),
+    ("qwen2.5-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, True),
+    ("qwen2.5-7b", "qwen2", 28, 3584, 18944, 28, 4, 152064, False),
+    ("qwen2.5-32b", "qwen2", 64, 5120, 27648, 40, 8, 152064, False),
+    ("deepseek-r1-distill-qwen-1.5b", "qwen2", 28, 1536, 8960, 12, 2, 151936, False),
+    ("llama-3.2-1b", "llama", 16, 2048, 8192, 32, 8, 128256, True),
+    ("llama-3.1-8b", "llama", 32, 4096, 14336, 32, 8, 128256, False),
+    ("qwen3.5-0.8b", "qwen3_5", 24, 1024, 3584, 8, 2, 248320, True),
+    ("qwen3.5-2b", "qwen3_5", 24, 2048, 6144, 8, 2, 248320, True),
+    ("qwen3.5-4b", "qwen3_5", 32, 2560, 9216, 16, 4, 248320, True),
+    ("qwen3.5-9b", "qwen3_5", 32, 4096, 12288, 16, 4, 248320, False),
+    ("qwen3.5-27b", "qwen3_5", 64, 5120, 17408, 24, 4, 248320, False),
+    ("qwen3.5-35b-a3b", "qwen3_5_moe", 40, 2048, None, 16, 2, 248320, False),
+    ("qwen3-vl-8b", "qwen3_vl", 36, 4096, 12288, 32, 8, 151936, False),
+    ("qwen2.5-vl-7b", "qwen2_5_vl", 28, 3584, 18944, 28, 4, 152064, False),
+)
 
 _ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 _ROPE |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
 _TURNS = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-_TOWER_FIELDS = ("depth", "hidden_size", "intermediate_size", "num_heads")
-_DELTA_HEADS = {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+_HYBRID = {"rope_parameters": _ROPE, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
+_HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
 _OF_35B = {"num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-_OF_35B |= {"shared_expert_intermediate_size": 512}
-
-
-def _with_tower(
-    model_type: str, tower: Sequence[int], sizes: Sequence[Any], rope: Mapping[str, Any], **text: Any
-) -> dict[str, Any]:
-    """Fields of a decoder with ``sizes`` under a vision tower; ``text``: further ones of the decoder."""
-    decoder = dict(zip(_FIELDS, (f"{model_type}_text", *sizes), strict=True))
-    return {
-        "model_type": model_type,
-        "tie_word_embeddings": decoder["tie_word_embeddings"],
-        "text_config": decoder | {"hidden_act": "silu", "rope_parameters": rope} | text,
-        "vision_config": dict(zip(_TOWER_FIELDS, tower, strict=True)) | {"out_hidden_size": decoder["hidden_size"]},
-    }
-
-
-KNOWN |= {
-    name: _with_tower(
-        model_type,
-        tower,
-        sizes,
-        _ROPE,
-        head_dim=256,
-        linear_num_key_heads=16,
-        linear_num_value_heads=value_heads,
-        **_DELTA_HEADS,
-        **(_OF_35B if model_type == "qwen3_5_moe" else {}),
-    )
-    for name, tower, model_type, value_heads, *sizes in (
-        ("qwen3.5-0.8b", (12, 768, 3072, 12), "qwen3_5", 16, 24, 1024, 3584, 8, 2, 248320, True),
-        ("qwen3.5-2b", (24, 1024, 4096, 16), "qwen3_5", 16, 24, 2048, 6144, 8, 2, 248320, True),
-        ("qwen3.5-4b", (24, 1024, 4096, 16), "qwen3_5", 32, 32, 2560, 9216, 16, 4, 248320, True),
-        ("qwen3.5-9b", (27, 1152, 4304, 16), "qwen3_5", 32, 32, 4096, 12288, 16, 4, 248320, False),
-        ("qwen3.5-27b", (27, 1152, 4304, 16), "qwen3_5", 48, 64, 5120, 17408, 24, 4, 248320, False),
-        ("qwen3.5-35b-a3b", (27, 1152, 4304, 16), "qwen3_5_moe", 32, 40, 2048, None, 16, 2, 248320, False),
-    )
+_OTHERS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": _HYBRID | _OF_35B | {"shared_expert_intermediate_size": 512},
+    "qwen3_vl": {"rope_parameters": _TURNS},
+    "qwen2_5_vl": {"rope_parameters": _SECTIONS},
+    "qwen2.5-0.5b": {"head_dim": 64},
+    "llama-3.2-1b": {"head_dim": 64},
+    "qwen3.5-0.8b": {"linear_num_value_heads": 16},
+    "qwen3.5-2b": {"linear_num_value_heads": 16},
+    "qwen3.5-27b": {"linear_num_value_heads": 48},
 }
-KNOWN |= {
-    name: _with_tower(model_type, tower, sizes, rope, head_dim=128)
-    for name, tower, model_type, rope, *sizes in (
-        ("qwen3-vl-8b", (27, 1152, 4304, 16), "qwen3_vl", _TURNS, 36, 4096, 12288, 32, 8, 151936, False),
-        ("qwen2.5-vl-7b", (32, 1280, 3420, 16), "qwen2_5_vl", _SECTIONS, 28, 3584, 18944, 28, 4, 152064, False),
-    )
-}
+"""Further fields of a type's decoder, or of one model's."""
+
+_TOWER_FIELDS = ("depth", "hidden_size", "intermediate_size", "num_heads")
+_TOWERS = {"qwen3.5-0.8b": (12, 768, 3072, 12), "qwen2.5-vl-7b": (32, 1280, 3420, 16)}
+_TOWERS |= dict.fromkeys(("qwen3.5-2b", "qwen3.5-4b"), (24, 1024, 4096, 16))
+_TOWERS |= dict.fromkeys(("qwen3.5-9b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-vl-8b"), (27, 1152, 4304, 16))
+
+
+def _fields_of(name: str, model_type: str, *sizes: Any) -> dict[str, Any]:
+    decoder = dict(zip(_FIELDS, (model_type, *sizes), strict=True)) | {"head_dim": 128, "hidden_act": "silu"}
+    decoder |= _OTHERS.get(model_type, {}) | _OTHERS.get(name, {})
+    if name not in _TOWERS:
+        return decoder
+    tower = dict(zip(_TOWER_FIELDS, _TOWERS[name], strict=True)) | {"out_hidden_size": decoder["hidden_size"]}
+    whole = {field: decoder[field] for field in ("model_type", "tie_word_embeddings")}
+    return whole | {"text_config": decoder | {"model_type": f"{model_type}_text"}, "vision_config": tower}
+
+
+KNOWN: dict[str, dict[str, Any]] = {name: _fields_of(name, *sizes) for name, *sizes in _SIZES}
+"""Name -> the fields of its configuration that memory depends on."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +147,10 @@ class Model:
         """Bytes of keys and values of one token, with their scales; ``kv_cache`` is a value of ``jetrl.kv_cache``."""
         return 2 * self.caching * cache_traits(kv_cache).head_bytes(self.keys)
 
+    def delta_bytes(self, shared: bool) -> int:
+        """Bytes of a request in one delta net; ``shared``: shared operations."""
+        return self.state_bytes + (self.chunk_bytes if shared else 0)
+
     def request_bytes(
         self, tokens: int, kv_cache: str = UNQUANTIZED, prefix_caching: bool = True, shared: bool = False
     ) -> float:
@@ -172,7 +163,7 @@ class Model:
         if not self.recurrent:
             return tokens * of_token
         of_layer = of_token / self.caching
-        of_page = page_tokens(self.state_bytes + (self.chunk_bytes if shared else 0), of_layer)
+        of_page = page_tokens(self.delta_bytes(shared), of_layer)
         states = self.recurrent * (2 if prefix_caching else 1)
         return (self.caching * ceil(tokens / of_page) + states) * of_page * of_layer
 

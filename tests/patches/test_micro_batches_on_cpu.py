@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-batches are those of verl's release, without the columns of objects that no engine reads."""
+"""Micro-batches are those of verl's release, without the columns that the pass does not read."""
 
 import functools
 from functools import partial
@@ -35,6 +35,8 @@ def batch() -> TensorDict:
     columns = {
         "input_ids": jagged(dtype=torch.int64),
         "loss_mask": jagged(dtype=torch.bool),
+        "advantages": jagged(),
+        "rm_scores": jagged(),
         "routed_experts": jagged(2, 4, dtype=torch.int16),
         "position_ids": of_three_axes(),
         "suffixes": torch.nested.narrow(
@@ -115,15 +117,22 @@ def micro_batches(cpu_platform, tmp_path, monkeypatch):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["verl's loss", "a user's around it"])
-def test_only_a_users_loss_receives_objects_that_no_engine_reads(micro_batches, own):
+LOSSES = ["none", "verl's", "a user's around it"]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_columns_that_a_pass_does_not_read_are_cut_for_a_users_loss_alone(micro_batches, loss):
     from verl.workers.utils.losses import ppo_loss
 
     @functools.wraps(ppo_loss)
     def own_loss(**arguments):
         return ppo_loss(**arguments)
 
-    for micro_batch in (steps := micro_batches(partial(own_loss if own else ppo_loss, config=None))):
-        assert ("raw_prompt" in micro_batch) == ("uid" in micro_batch) == own
+    functions = dict(zip(LOSSES, (None, partial(ppo_loss, config=None), partial(own_loss, config=None)), strict=True))
+    for micro_batch in (steps := micro_batches(functions[loss])):
+        own = loss == LOSSES[-1]
+        assert [name in micro_batch for name in ("raw_prompt", "uid", "rm_scores")] == [own] * 3
+        assert ("advantages" in micro_batch) == (loss != "none")
         assert micro_batch["temperature"] == 0.7 and len(micro_batch["multi_modal_inputs"]) == len(micro_batch)
+        assert {"input_ids", "position_ids", "loss_mask", "routed_experts"} <= set(micro_batch.keys())
     assert sum(micro_batch["input_ids"].values().numel() for micro_batch in steps) == sum(LENGTHS)

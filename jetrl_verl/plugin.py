@@ -17,6 +17,7 @@ from jetrl_verl.patches.after_import import announce, when_imported
 PATCHED_FOR_EVERY_PRECISION = {
     "log_probs": ("verl.utils.torch_functional",),
     "micro_batches": ("verl.utils.tensordict_utils", "verl.workers.engine.fsdp.transformer_impl"),
+    "frozen_heap": ("verl.trainer.ppo.v1.trainer_base", "verl.workers.engine.fsdp.transformer_impl"),
     "replay_buffer": ("verl.trainer.ppo.v1.replay_buffer",),
     "equal_lengths": ("verl.utils.tensordict_utils",),
     "attention_name": ("verl.utils.model", "verl.models.transformers.monkey_patch"),

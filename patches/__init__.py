@@ -17,6 +17,7 @@ MODULES = (
     "dead_servers",
     "equal_lengths",
     "fork_on_cpu",
+    "frozen_heap",
     "fsdp_on_cpu",
     "generation",
     "hybrid_on_cpu",

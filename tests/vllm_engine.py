@@ -84,6 +84,13 @@ def prompt_log_probs(llm: Any, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([entry[token].logprob for entry, token in entries])
 
 
+def model_log_probs(model, prompt: list[int]) -> torch.Tensor:
+    """:func:`prompt_log_probs` of a model of transformers."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]), use_cache=False).logits[0].float()
+    return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+
+
 def sync(worker, parts) -> None:
     """One weight sync: verl's sender in a thread, the worker's receiver here; raises what either raises.
 

@@ -10,6 +10,7 @@ import copy
 
 import torch
 from tiny_models import tiny_model, with_preferences
+from vllm_engine import model_log_probs
 
 from jetrl_verl import formats
 from jetrl_verl.formats.format import QuantizedWeight
@@ -54,9 +55,7 @@ def log_probs(model, misplaced=None) -> torch.Tensor:
         if misplaced is not None and name.endswith(EXPERTS):
             weight = QuantizedTensor(weight.qdata, misplaced(weight.scales))
         served.get_parameter(name).data.copy_(flow.dequantize_weight(weight))
-    with torch.no_grad():
-        logits = served(torch.tensor([PROMPT]), use_cache=False).logits[0]
-    return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    return model_log_probs(served, PROMPT)
 
 
 def check_served(model, engine: torch.Tensor) -> None:

@@ -16,7 +16,6 @@ import torch
 
 RULE = "fp32"
 PROMPTS, TOKENS = 384, 48
-CPU = torch.device("cpu")
 
 Rows = list[torch.Tensor]
 
@@ -31,16 +30,12 @@ def load_policy(folder: Path):
 def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     """Prompts, responses and the FP8 rollout's log-probability of each response token."""
     import vllm_engine
+    from streams import parts_of_model
     from vllm import SamplingParams
 
-    from jetrl_verl import formats
     from jetrl_verl.config.options import JetConfig
-    from jetrl_verl.models.plan import plan_linears
-    from jetrl_verl.sync.quantize import quantize_stream
-    from jetrl_verl.sync.statement import Statement
     from jetrl_verl.tools.demo import task
     from jetrl_verl.tools.demo.warmup import prompt_ids
-    from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
     model, tokenizer = load_policy(folder)
     problems = random.Random(3).sample(task.make_splits(task.TaskConfig())["train"], PROMPTS)
@@ -48,10 +43,7 @@ def sample(folder: Path) -> tuple[list[list[int]], list[list[int]], Rows]:
     options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE)
     llm, worker = vllm_engine.start(folder, options, load_format="dummy", max_model_len=96, max_num_seqs=64)
     worker.monkey_patch_model(len(tokenizer))
-    weights = quantize_stream(model.state_dict().items(), plan_linears(model.config), RULE)
-    probe = formats.get("fp8").probe(CPU, RULE)
-    statement = Statement(scale_rule=RULE, probe=probe, constants=stated_constants(model))
-    vllm_engine.sync(worker, sync_parts(weights, statement))
+    vllm_engine.sync(worker, parts_of_model(model, rule=RULE))
     sampling = SamplingParams(max_tokens=TOKENS, temperature=1.0, logprobs=0, detokenize=False)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     responses = [list(output.outputs[0].token_ids) for output in outputs]

@@ -7,7 +7,7 @@ import torch
 import vllm_engine
 from streams import parts_of_model
 from tiny_models import tiny_model, with_preferences
-from vllm_engine import prompt_log_probs, sync
+from vllm_engine import model_log_probs, prompt_log_probs, sync
 
 from jetrl_verl import kernels
 from jetrl_verl.config.options import JetConfig
@@ -37,9 +37,8 @@ def engine(tmp_path_factory, cpu_platform):
 
 
 def trainer_log_probs(model) -> torch.Tensor:
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(torch.tensor([PROMPT]), use_cache=False).logits[0].float()
-    return logits.log_softmax(dim=-1)[:-1].gather(1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model_log_probs(model, PROMPT)
 
 
 def test_the_rollout_samples_from_the_fp8_policy(engine):

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of backends and the operator, on the CPU."""
 
+from functools import partial
+
 import pytest
 import torch
 from contract_inputs import gaussian
@@ -124,16 +126,25 @@ def test_an_external_gemm_raises_for_unsupported_calls():
         kernels.gemm_nt(a, b, torch.zeros(256))
 
 
-@pytest.mark.parametrize("rule", reference.SCALE_RULES)
+FPROPS = {
+    **{rule: ("fprop", partial(kernels.quantize_128x128, rule=rule), [rule]) for rule in reference.SCALE_RULES},
+    "int8": ("fprop_int8", kernels.quantize_int8, []),
+}
+"""FProp, the quantizer of its weight, and its last arguments."""
+
+
+@pytest.mark.parametrize("name", FPROPS)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_fprop_is_quantize_then_gemm(rule, with_bias):
-    x, w = gaussian(6, 300), kernels.quantize_128x128(gaussian(130, 300), rule)
-    bias = gaussian(1, 130)[0] if with_bias else None
-    want = reference.gemm_nt(reference.quantize_1x128(x, rule), w, bias)
-    assert torch.equal(kernels.fprop(x, w.qdata, w.scales, bias, rule), want)
-    folded = kernels.fprop(x.reshape(2, 3, 300), w.qdata, w.scales, bias, rule)
-    assert torch.equal(folded, want.reshape(2, 3, 130))
-    assert kernels.fprop(x[:0], w.qdata, w.scales, bias, rule).shape == (0, 130)
+def test_fprop_is_quantize_then_gemm(name, with_bias):
+    (operation, quantize, rule), x = FPROPS[name], gaussian(6, 300)
+    w, bias, run = quantize(gaussian(130, 300)), gaussian(1, 130)[0] if with_bias else None, getattr(kernels, operation)
+    if rule:
+        want = reference.gemm_nt(reference.quantize_1x128(x, *rule), w, bias)
+    else:
+        want = reference.gemm_int8(reference.quantize_int8(x), w, bias=bias)
+    for shape in ((6,), (2, 3)):
+        assert torch.equal(run(x.view(*shape, 300), *w, bias, *rule), want.view(*shape, 130))
+    assert run(x[:0], *w, bias, *rule).shape == (0, 130)
 
 
 def test_only_a_rollout_sets_static_weight(monkeypatch):
@@ -173,11 +184,14 @@ def test_only_a_rollout_sets_static_segments(monkeypatch):
     assert received == [(False, False)] * 2 + [(True, False), (True, True)]
 
 
-@pytest.mark.parametrize(
-    ("x_dtype", "k", "message"),
-    [(torch.float32, 256, "quantized from BF16 values"), (torch.bfloat16, 128, "does not fit the weight")],
-)
-def test_fprop_raises_for_wrong_inputs(x_dtype, k, message):
-    w = kernels.quantize_128x128(gaussian(130, 256), "fp32")
-    with pytest.raises(ValueError, match=message):
-        kernels.fprop(torch.zeros(2, k, dtype=x_dtype), w.qdata, w.scales, None, "fp32")
+@pytest.mark.parametrize("name", FPROPS)
+def test_fprop_raises_for_wrong_inputs(name):
+    operation, quantize, rule = FPROPS[name]
+    run, (qdata, scales) = getattr(kernels, operation), quantize(gaussian(130, 256))
+    with pytest.raises(ValueError, match="quantized from BF16 values"):
+        run(torch.zeros(2, 256), qdata, scales, None, *rule)
+    with pytest.raises(ValueError, match="does not fit the weight"):
+        run(gaussian(2, 128), qdata, scales, None, *rule)
+    if not rule:
+        with pytest.raises(ValueError, match="weight qdata is torch.float32, expected torch.int8"):
+            run(gaussian(2, 256), qdata.float(), scales, None)

@@ -202,27 +202,6 @@ def test_mismatched_operands_raise():
         kernels.route_and_permute(torch.zeros(5, 2), quantized, 1, True)
 
 
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_fprop_is_quantize_then_gemm(with_bias):
-    x, w = gaussian(6, 300), kernels.quantize_int8(gaussian(130, 300))
-    bias = gaussian(1, 130)[0] if with_bias else None
-    want = reference.gemm_int8(reference.quantize_int8(x), w, bias=bias)
-    assert torch.equal(kernels.fprop_int8(x, w.qdata, w.scales, bias), want)
-    folded = kernels.fprop_int8(x.reshape(2, 3, 300), w.qdata, w.scales, bias)
-    assert torch.equal(folded, want.reshape(2, 3, 130))
-    assert kernels.fprop_int8(x[:0], w.qdata, w.scales, bias).shape == (0, 130)
-
-
-def test_fprop_raises_for_wrong_inputs():
-    w = kernels.quantize_int8(gaussian(130, 256))
-    with pytest.raises(ValueError, match="quantized from BF16 values"):
-        kernels.fprop_int8(torch.zeros(2, 256), w.qdata, w.scales, None)
-    with pytest.raises(ValueError, match="does not fit the weight"):
-        kernels.fprop_int8(gaussian(2, 128), w.qdata, w.scales, None)
-    with pytest.raises(ValueError, match="weight qdata is torch.float32, expected torch.int8"):
-        kernels.fprop_int8(gaussian(2, 256), w.qdata.float(), w.scales, None)
-
-
 def test_what_cutlass_supports(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     a, b = kernels.quantize_int8(gaussian(3, 256)), kernels.quantize_int8(gaussian(64, 256))

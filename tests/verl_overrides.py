@@ -85,10 +85,8 @@ def draws(count: int = 300, seed: int = 0) -> list[Draw]:
 
 
 def script_words(script: str) -> list[str]:
-    """What one of ``SCRIPTS`` passes, without data, model and names. Fused kernels are off: they are refused with a
-    vocabulary larger than the tokenizer."""
-    settings = _settings(script) | {"actor_rollout_ref.model.use_fused_kernels": "False"}
-    return [f"{key}={value}" for key, value in settings.items()]
+    """What one of ``SCRIPTS`` passes, without data, model and names."""
+    return [f"{key}={value}" for key, value in _settings(script).items()]
 
 
 def _settings(script: str) -> dict[str, str]:

@@ -101,6 +101,8 @@ def resolve(config: DictConfig) -> Job | None:
         OmegaConf.update(config, f"{CORRECTION}.bypass_mode", True)
     _raise_batched_tokens(config, get)
     _merge_adapters(config, get)
+    if job.shared:
+        _drop_fused_kernels(config, get)
     return job
 
 
@@ -138,6 +140,15 @@ def _merge_adapters(config: DictConfig, get: Get) -> None:
         OmegaConf.update(config, key, True, force_add=True)
         why = "since both sides multiply with the quantized sum of weight and adapter"
         _say(f"jetrl_verl: note: {key} is true instead of false, {why}.")
+
+
+def _drop_fused_kernels(config: DictConfig, get: Get) -> None:
+    """Unset verl's fused kernels: shared operations have log-probabilities of their own, in chunks of rows as well."""
+    key = f"{MODEL}.use_fused_kernels"
+    if get(key):
+        OmegaConf.update(config, key, False)
+        why = "since the shared operations compute the log-probabilities, in chunks of rows as well"
+        _say(f"jetrl_verl: note: {key} is false instead of true, {why}.")
 
 
 def parse(node: Mapping[str, Any]) -> JetConfig:

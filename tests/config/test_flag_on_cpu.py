@@ -111,6 +111,7 @@ def test_verls_example_scripts_compose(compose, stock, example):
     assert compose(*overrides, "precision=bf16") == expected
 
     expected = OmegaConf.to_container(expected)
+    fused = expected["actor_rollout_ref"]["model"]["use_fused_kernels"]
     uncovered = list(stock_because(reader(compose(*overrides, "precision=jet_fp8"))))
     # Most examples split the rollout over GPUs, which jet_fp8_exact refuses.
     for precision in OUR_PRECISIONS[:-1]:
@@ -130,6 +131,9 @@ def test_verls_example_scripts_compose(compose, stock, example):
             **correction,
         }
         tree["algorithm"]["rollout_correction"] = expected["algorithm"]["rollout_correction"]
+        model = tree["actor_rollout_ref"]["model"]
+        assert model["use_fused_kernels"] == (fused and not Job.of(config.jetrl).shared)
+        model["use_fused_kernels"] = fused
         assert tree == expected
         assert type(omega_conf_to_dataclass(config.actor_rollout_ref.actor).engine) is JetWorkerEngineConfig
         assert type(omega_conf_to_dataclass(config.actor_rollout_ref.rollout)) is JetRolloutConfig

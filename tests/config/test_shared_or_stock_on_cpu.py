@@ -184,6 +184,11 @@ def test_auto_is_shared_where_only_the_last_bits_may_differ(run, model, settings
         ),
         ({f"{ACTOR}.use_kl_loss": True, "jetrl.ref": "fp8"}, ""),
         ({f"{ACTOR}.use_kl_loss": True, f"{MODEL}.lora_rank": 8, f"{MODEL}.lora.merge": True}, ""),
+        (
+            {f"{MODEL}.use_fused_kernels": True},
+            f"{MODEL}.use_fused_kernels is false instead of true, since the shared operations compute the "
+            "log-probabilities, in chunks of rows as well.",
+        ),
     ],
     ids=str,
 )

@@ -16,11 +16,6 @@ _NO_POLICY = Values("0 or below", lambda value: value is not None and float(valu
 
 SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
-    "fused_kernels": shared_row(
-        "fused kernels",
-        "fused kernels replace the logits and log-probabilities",
-        {f"{MODEL}.use_fused_kernels": NOT_FALSE},
-    ),
     "liger": shared_row("Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
     "tiled_mlp": shared_row("tiled MLPs", "tiled MLPs replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
     "prefix_grouper": shared_row(

@@ -22,7 +22,7 @@ _VALUES_OF = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": (1024,),
     "actor_rollout_ref.model.override_config": ({"rope_parameters": {"rope_type": "yarn"}},),
 }
-_VALUES = (True, 2, None, False, "another", "0.5_2.0", "fp16", "fsdp", "qurl_acr", "bypass_mode")
+_VALUES = (True, 2, None, False, "another", "0.5_2.0", "fp16", "fsdp", "qurl_acr", "bypass_mode", "remax")
 
 
 def refused_value(row: Row, key: str) -> Any:

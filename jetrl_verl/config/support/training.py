@@ -166,6 +166,16 @@ TRAINING_ROWS: dict[str, Row] = {
     "varlen_prefix_grouper": Row(
         "the prefix grouper", "it needs an attention with masks", {f"{ACTOR}.use_prefix_grouper": TRUE}, scope=VARLEN
     ),
+    "estimators_of_the_old_trainer": Row(
+        "ReMax, GDPO and optimal token baselines",
+        "verl's v1 trainer has no greedy baselines, parts of rewards or sums of squares for them, and stops in a step",
+        {
+            "algorithm.adv_estimator": one_of(
+                "remax", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline", use="grpo"
+            )
+        },
+        instead="Set algorithm.adv_estimator=grpo, or precision=bf16 trainer.use_v1=False",
+    ),
     "old_trainer": Row("the trainer from before verl's v1", settings={"trainer.use_v1": FALSE}),
     "trainer_mode": Row(
         "a trainer of your own", settings={TRAINER_MODE: other_than("sync", "colocate_async", "separate_async")}

@@ -206,6 +206,9 @@ def save_policy(folder: Path, family: str, padding: int = 0, **changes: Any) -> 
     from jetrl_verl.tools.demo.policy import build_tokenizer
 
     tokenizer = build_tokenizer()
+    if family == "qwen2":
+        # transformers loads Qwen2Tokenizer, which writes these in other characters unless they are added tokens.
+        tokenizer.add_tokens(["\n", " "])
     if family in WITH_TOWER and find_spec("torchvision"):
         changes |= save_processor(folder, family, tokenizer)
     model = with_preferences(tiny_model(family, 3, vocab_size=len(tokenizer) + padding, **changes))

@@ -34,6 +34,9 @@ _TABLE, _SCRIPTS = (
     for name in ("verl_values.yaml", "verl_scripts.yaml")
 )
 SCRIPTS = {
+    "run_qwen2_5_32b_fsdp": ("qwen2", "qwen2.5-32b"),
+    "ppo_trainer/run_qwen3_8b_fsdp": ("qwen3", "qwen3-8b"),
+    "lora/run_qwen3_8b_from_adapter_fsdp": ("qwen3", "qwen3-8b"),
     "lora/run_qwen3_8b_merge_fsdp": ("qwen3", "qwen3-8b"),
     "run_qwen3_30b_a3b_fsdp": ("qwen3_moe", "qwen3-30b-a3b"),
     "run_qwen3_5_2b_openr1_fsdp": ("qwen3_5", "qwen3.5-2b"),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 from hydra import initialize_config_module
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 from verl_overrides import SCRIPTS, WITH_IMAGES, Draw, draws, driver_says, script_words, write_inputs
 
 from jetrl_verl.tools.demo import task
@@ -23,13 +25,13 @@ from jetrl_verl.tools.process_tree import ProcessTree
 from jetrl_verl.tools.report import MISMATCH, load_run
 
 JOBS, SETS_A_JOB = int(os.environ.get("JETRL_OVERRIDE_JOBS", 1)), 5
+MODEL = "actor_rollout_ref.model"
 PRECISION = "precision=jet_fp8_exact"
 FIRST = (
-    "algorithm.adv_estimator=grpo",
     "actor_rollout_ref.ref.strategy=fsdp2",  # FSDP1 offloads a reference to pinned memory, which needs a GPU driver
     f"reward.custom_reward_function.path={task.__file__}",
 )
-"""A set may say otherwise."""
+"""What a CPU and the demo's data need; a set may say otherwise."""
 
 SIZES = {
     "data.train_batch_size": 4,
@@ -139,12 +141,22 @@ def test_accepted_sets_have_no_mismatch(number, inputs, tmp_path, monkeypatch):
     with initialize_config_module("verl.trainer.config", version_base=None):
         words = next(islice(joined_sets(inputs), number, None))
     print(*words)
-    assert run(tmp_path, *inputs, *FIRST, *words, *(f"{key}={value}" for key, value in SIZES.items())) == [0.0]
+    sizes = (f"{key}={value}" for key, value in SIZES.items())
+    assert run(tmp_path, *inputs, "algorithm.adv_estimator=grpo", *FIRST, *words, *sizes) == [0.0]
+
+
+def save_adapter(policy: Path, folder: Path) -> list[str]:
+    """Save a random LoRA adapter of a saved policy; the words that train it."""
+    adapter = LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(policy), adapter).save_pretrained(folder)
+    return [f"{MODEL}.lora_rank=16", f"{MODEL}.lora_adapter_path={folder}"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [script for script in SCRIPTS if script not in WITH_IMAGES])
 def test_scripts_take_two_steps_with_text(script, tmp_path):
     words = [*write_inputs(tmp_path / "inputs", SCRIPTS[script][0]), *FIRST, *words_of_sizes(2)]
-    # A random policy is hardly ever right.
-    assert run(tmp_path, *script_words(script), *words, "actor_rollout_ref.actor.entropy_coeff=0.1") == [0, 0]
+    if script.endswith("_from_adapter_fsdp"):
+        words += save_adapter(tmp_path / "inputs" / "policy", tmp_path / "adapter")
+    words.append("actor_rollout_ref.actor.entropy_coeff=0.1")  # a random policy is hardly ever right
+    assert run(tmp_path, *script_words(script), *words) == [0, 0]

@@ -12,6 +12,7 @@ from jetrl_verl.tools.demo import cache
 from jetrl_verl.tools.demo.run import DemoOptions, baseline_run, run_demo
 from jetrl_verl.tools.report import MISMATCH, load_run
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 SYNC = re.compile(
     r"jetrl weight sync: loaded in ([\d.]+) s, contract of (\d+) quantized and (\d+) BF16 tensors held in ([\d.]+) s, "
     r"live digest (0x\w+)"

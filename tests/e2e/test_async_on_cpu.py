@@ -3,9 +3,8 @@
 """Asynchronous trainers in real jobs: tokens of the current weights are equal in every bit, others are counted."""
 
 import pytest
-from jobs import Run, train
+from jobs import ACTOR, ROLLOUT, Run, train
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 
 

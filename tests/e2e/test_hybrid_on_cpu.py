@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from jobs import train
+from jobs import ACTOR, ROLLOUT, train
 from test_parallel_on_cpu import TWO_RANKS
 from tiny_models import HYBRIDS, WITH_TOWER, save_policy
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 TEMPLATE = "{{ messages[0]['content'] }}"
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 import pytest
-from jobs import train
+from jobs import ACTOR, ROLLOUT, train
 from PIL import Image
-from test_hybrid_on_cpu import ACTOR, ROLLOUT
 from test_overrides_of_scripts_on_cpu import words_of_sizes
 from test_parallel_on_cpu import TWO_RANKS
 from tiny_models import WITH_TOWER, save_policy

@@ -3,13 +3,12 @@
 """verl's LoRA with merged weights in real jobs: equal in every bit at every step, across a resume, in an export."""
 
 import pytest
-from jobs import Run, train
+from jobs import ACTOR, ROLLOUT, Run, train
 from test_parallel_on_cpu import TWO_RANKS
 
 from jetrl_verl.checkpoint.export import ExportOptions, export
 
-ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
-STEPS = 3
+MODEL, STEPS = "actor_rollout_ref.model", 3
 
 ADAPTERS = (
     f"{MODEL}.lora_rank=16",

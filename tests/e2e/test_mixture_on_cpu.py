@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engines import merge_checkpoint
-from jobs import Run, train
+from jobs import ACTOR, ROLLOUT, Run, train
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,6 @@ from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer,
 # Sampled by tests/rollout/test_exact_rollout_on_cpu.py and tests/nn/test_experts_on_cpu.py.
 pytestmark = pytest.mark.slow
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 QUANTIZED, PLAIN = 2 * (4 + 2), 2 * 5 + 3
 """Per layer q, k, v, o and two expert parameters; four norms and the router, plus three tensors outside the layers."""

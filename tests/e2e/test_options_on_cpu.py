@@ -9,12 +9,12 @@ import math
 
 import pytest
 import torch
-from jobs import Run, train
+from jobs import ACTOR, Run, train
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer, save_policy
 
-ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+REF = "actor_rollout_ref.ref"
 STEPS = 2
 LINEARS = 14
 """In the demo's policy: 7 in each of 2 layers."""

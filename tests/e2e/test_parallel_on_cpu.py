@@ -5,12 +5,11 @@
 from dataclasses import replace
 
 import pytest
-from jobs import Run, train
+from jobs import ACTOR, ROLLOUT, Run, train
 
 from jetrl_verl.reference import BLOCK
 from jetrl_verl.tools.demo.policy import POLICIES, build_model, build_tokenizer, save_policy
 
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 STEPS = 3
 
 TWO_RANKS = (

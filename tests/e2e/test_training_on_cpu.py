@@ -6,14 +6,12 @@ All runs start from the demo's warmed-up policy. A start of verl and vLLM takes 
 second run both resumes the first's checkpoint and checks zero mismatch under ``jet_fp8_exact``.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
+from engines import merge_checkpoint
 from jobs import Run, train
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -124,9 +122,7 @@ def test_the_export_equals_the_rollouts_last_weights(jet, checkpoints, tmp_path)
 
 def test_the_merger_writes_a_folder_that_transformers_loads(jet, policy, checkpoints, tmp_path):
     actor = checkpoints / f"global_step_{STEPS}" / "actor"
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(actor), "--target_dir", str(tmp_path / "merged")]
-    subprocess.run(command, check=True, env={**os.environ, "VERL_PLATFORM": "cpu"})
+    merge_checkpoint(actor, tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "merged")
     assert len(tokenizer) == merged.config.vocab_size

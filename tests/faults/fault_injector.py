@@ -11,8 +11,6 @@ after it has received a bucket, in a checkpoint the trainer in the middle of a f
 """
 
 import dataclasses
-import importlib.abc
-import importlib.util
 import json
 import os
 import signal
@@ -22,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from jetrl_verl.patches.after_import import when_imported
 
 VICTIMS = ("rollout", "trainer", "driver")
 PHASES = {"generation": 0.5, "log_prob": 0.1, "update": 0.2, "sync": None, "checkpoint": 0.0}
@@ -124,27 +124,6 @@ def identity(pid: int) -> str:
     # After the command, which may have spaces and brackets, fields begin with the third (proc(5)).
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return f"{pid} {fields[19]}"
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Calls a function with a module right after its first import."""
-
-    def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
-        self._actions = actions
-
-    def find_spec(self, name, path=None, target=None):
-        action = self._actions.pop(name, None)
-        if action is None:
-            return None
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
-
-        def execute_then_act(module) -> None:
-            execute(module)
-            action(module)
-
-        spec.loader.exec_module = execute_then_act
-        return spec
 
 
 def _around(
@@ -257,7 +236,8 @@ def _arm(fault: Fault) -> None:
             "verl.utils.checkpoint.fsdp_checkpoint_manager": in_checkpoints,
             "verl.workers.rollout.vllm_rollout.utils": in_rollout,
         }
-    sys.meta_path.insert(0, _AfterImport(actions))
+    for name, act in actions.items():
+        when_imported(name, "tests: a fault", lambda name=name, act=act: act(sys.modules[name]))
     if "verl.trainer.main_ppo" in Path("/proc/self/cmdline").read_text():
         fault._introduce("driver")
 

@@ -6,7 +6,7 @@ The runs form a chain on one checkpoint folder. Each resumes where the previous 
 broken in the next: n faults take n + 1 starts of verl, two to four minutes each on two cores. ``--only`` picks faults
 and their order; the same ``--out`` continues its chain. On GPUs: ``--device cuda --gpus 2``.
 
-The table has a row per fault. A run that has not ended ``--patience`` seconds after its fault counts as hung, and is
+It prints how each run ended. A run that has not ended ``--patience`` seconds after its fault counts as hung, and is
 ended. The exit status is 1 if a run hung, left a process, was killed outside its phase, or lost more than one step.
 """
 
@@ -162,19 +162,10 @@ class Chain:
                 time.sleep(0.5)
             if not tree.processes():
                 left = []
-        steps_done = steps_of(paths.metrics)
-        return Outcome(
-            name,
-            status,
-            round(ended - (fired or began), 1),
-            min(steps_done, default=None),
-            max(steps_done, default=None),
-            # A killed driver logs nothing about it.
-            last_errors(paths.log) if status != 0 and not (fault and fault.victim == "driver") else [],
-            left,
-            self.saved,
-            fault.killed() if fault else None,
-        )
+        # A killed driver logs nothing about it.
+        errors = last_errors(paths.log) if status != 0 and not (fault and fault.victim == "driver") else []
+        killed = fault.killed() if fault else None
+        return outcome_of(name, status, ended - (fired or began), paths, errors, left, self.saved, killed)
 
     def broken(self, name: str, kind: str, victim: str, phase: str) -> Outcome:
         """Resume, train a step, break in the second."""
@@ -183,10 +174,11 @@ class Chain:
         return self.run(name, self.saved + 4, Fault(kind, victim, phase, step, str(folder)))
 
 
-def steps_of(metrics: Path) -> list[int]:
-    """Training steps in a metrics file."""
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    return [line["step"] for line in lines if "actor/grad_norm" in line["data"]]
+def outcome_of(name: str, status: int | None, seconds: float, paths: RunPaths, *further) -> Outcome:
+    """With the training steps in the run's metrics file."""
+    lines = [json.loads(line) for line in paths.metrics.read_text().splitlines()] if paths.metrics.exists() else []
+    steps = [line["step"] for line in lines if "actor/grad_norm" in line["data"]]
+    return Outcome(name, status, round(seconds, 1), min(steps, default=None), max(steps, default=None), *further)
 
 
 def truncated(chain: Chain) -> list[Outcome]:
@@ -213,18 +205,9 @@ def two_runs(chain: Chain) -> list[Outcome]:
         while any(tree.poll() is None for tree, _ in (first, second)) and time.time() - began < 2 * START_SECONDS:
             time.sleep(1.0)
         for number, (tree, paths) in enumerate((first, second), start=1):
-            steps = steps_of(paths.metrics)
             sockets = sorted(set(re.findall(r"rl-colocate-zmq-\S+", paths.log.read_text(errors="replace"))))
-            outcomes.append(
-                Outcome(
-                    f"two-runs-{number}",
-                    tree.poll(),
-                    round(time.time() - began, 1),
-                    min(steps, default=None),
-                    max(steps, default=None),
-                    sockets + ([] if tree.poll() == 0 else last_errors(paths.log)),
-                )
-            )
+            errors = sockets + ([] if tree.poll() == 0 else last_errors(paths.log))
+            outcomes.append(outcome_of(f"two-runs-{number}", tree.poll(), time.time() - began, paths, errors))
     return outcomes
 
 
@@ -277,21 +260,6 @@ def outcomes_of(name: str, chain: Chain) -> list[Outcome]:
     return {"truncated": truncated, "two-runs": two_runs}[name](chain)
 
 
-def table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown."""
-    lines = [
-        "| fault | ended after | exit | steps | saved | processes left | errors |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for outcome in outcomes:
-        ended = "**hung**" if outcome.status is None else f"{outcome.seconds:.0f} s"
-        ended += f" ({outcome.killed})" if outcome.killed else ""
-        errors = "<br>".join(line[:300].replace("|", "\\|") for line in outcome.errors)
-        cells = (outcome.name, ended, outcome.status, f"{outcome.first}..{outcome.last}", outcome.saved)
-        lines.append(f"| {' | '.join(map(str, cells))} | {len(outcome.left) or '-'} | {errors} |")
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=[*NAMES, *OTHERS], default=[*NAMES, *OTHERS], metavar="FAULT")
@@ -314,7 +282,7 @@ def main() -> int:
             chain = Chain(out, options.precision, options.patience, device, options.gpus, options.words)
             for name in options.only:
                 outcomes += outcomes_of(name, chain)
-                print(table(outcomes), flush=True)
+                print(*outcomes, sep="\n", flush=True)
     except Interrupted as interruption:
         print(f"interrupted by {interruption}; everything that was started has ended")
         return 128 + interruption.signal

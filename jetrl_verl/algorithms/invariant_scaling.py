@@ -29,11 +29,6 @@ FOLDED = "jetrl_invariant_scaling"
 """Key of ``config.json``: the factor in the weights next to it."""
 
 
-def _check(s: float) -> None:
-    if not 0 < s < float("inf"):
-        raise ValueError(f"invariant scaling by {s} is not supported. Set a positive factor, or 1 for none.")
-
-
 def folded_in(config: Any) -> float:
     """The factor of a Hugging Face configuration, object or mapping; 1 if nothing was folded."""
     return config.get(FOLDED, 1.0) if isinstance(config, Mapping) else getattr(config, FOLDED, 1.0)
@@ -55,47 +50,47 @@ def check_resumed(folder: str | Path, s: float) -> None:
         refuse("checkpoint_of_another_factor", what=what, scope=scope, remedy=f"Set {of}")
 
 
+def _kinds(family: Family) -> dict[str, str]:
+    """Module of a decoder layer -> ``norm`` or ``projection``, of those that the factor is in."""
+    kinds = {name: "projection" for _, pieces in family.fed_by_norms for name in pieces}
+    return kinds | {norm: "norm" for norm, _ in family.fed_by_norms}
+
+
+def _kind_of(name: str, kinds: Mapping[str, str]) -> str:
+    """Of a parameter's name; empty if the factor is not in it."""
+    at = place(name)
+    return kinds.get(at.module, "") if at is not None and at.leaf == "weight" else ""
+
+
 @torch.no_grad()
 def fold(parameters: Iterable[tuple[str, torch.Tensor]], s: float, family: Family) -> list[str]:
     """Fold ``s`` into a model, in place.
 
     Args:
         parameters: a model's ``named_parameters()`` or the items of its state dict, whole tensors, before FSDP.
-        s: the factor. family: the model's.
+        s: the factor, above 0. family: the model's.
 
     Returns:
         Names of the changed tensors.
 
     Raises:
         UnsupportedLayer: a decoder layer lacks one of the norms or projections.
-        ValueError: ``s`` is not a positive number.
     """
-    _check(s)
-    norms = [norm for norm, _ in family.fed_by_norms]
-    projections = [name for _, pieces in family.fed_by_norms for name in pieces]
-    weights = dict(parameters)
+    weights, kinds = dict(parameters), _kinds(family)
     check_scaling(weights, family)
-    changed = []
-    for name, tensor in weights.items():
-        where = place(name)
-        if where is None or where.leaf != "weight" or where.module not in (*norms, *projections):
+    changed = [name for name in weights if _kind_of(name, kinds)]
+    for name in changed:
+        if _kind_of(name, kinds) == "projection":
+            weights[name].div_(s)
             continue
-        if where.module in norms:
-            tensor.mul_(s)
-            if family.unit_offset:
-                tensor.add_(s - 1)
-        else:
-            tensor.div_(s)
-        changed.append(name)
+        weights[name].mul_(s)
+        if family.unit_offset:
+            weights[name].add_(s - 1)
     return changed
 
 
 def fold_missing(model: torch.nn.Module, s: float) -> None:
-    """Fold ``s`` into a Hugging Face model, in place, over the factor that it already has, and note it.
-
-    Raises:
-        ValueError: as :func:`fold`.
-    """
+    """Fold ``s`` into a Hugging Face model, in place, over the factor that it already has, and note it."""
     folded = folded_in(model.config)
     if s != folded:
         fold(model.named_parameters(), s / folded, models.family(model.config))
@@ -113,16 +108,10 @@ def unfolded(
 
     Yields:
         The same names, in the same order and dtypes.
-
-    Raises:
-        ValueError: ``s`` is not a positive number.
     """
-    _check(s)
-    norms = [norm for norm, _ in family.fed_by_norms]
-    projections = [name for _, pieces in family.fed_by_norms for name in pieces]
+    kinds = _kinds(family)
     for name, tensor in weights:
-        where = place(name)
-        module = where.module if where is not None and where.leaf == "weight" else ""
-        if module in norms:
+        kind = _kind_of(name, kinds)
+        if kind == "norm":
             tensor = tensor / s + (1 - s) / s if family.unit_offset else tensor / s
-        yield name, tensor * s if module in projections else tensor
+        yield name, tensor * s if kind == "projection" else tensor

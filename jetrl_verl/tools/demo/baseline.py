@@ -45,7 +45,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
 
     from jetrl_verl.tools.diff.measures import Mismatch
     from jetrl_verl.tools.diff.prompts import read_prompts
-    from jetrl_verl.tools.diff.recording import Recording, Request
+    from jetrl_verl.tools.diff.recording import Recording
     from jetrl_verl.tools.diff.rollout import generate, load_weights, start_engine
     from jetrl_verl.tools.diff.run import compose_engine
     from jetrl_verl.tools.diff.trainer import Trainer
@@ -55,19 +55,7 @@ def measure(request: BaselineRequest) -> Iterator[tuple[int, float]]:
     prompts = read_prompts(first, Path(request.prompts), request.limit)
     settings = compose_engine(first, PRECISION)
     changes = {"max_model_len": prompts.positions, "enforce_eager": True, "enable_prefix_caching": False}
-    engine = Request(
-        model=str(first),
-        jetrl=settings.job.as_dict(),
-        arguments=settings.arguments | changes,
-        vocabulary=prompts.vocabulary,
-        banned=prompts.banned,
-        prompts=prompts.ids,
-        response=request.response,
-        temperature=1.0,
-        stop=prompts.stop,
-        responses=None,
-        out="",
-    )
+    engine = settings.request(first, prompts, request.response, 1.0, **changes)
     llm, runner = start_engine(engine)
     for step, folder in request.policies:
         load_weights(runner, folder, settings.job)

@@ -32,8 +32,8 @@ class Request:
     response: int
     temperature: float
     stop: list[int]
-    responses: list[list[int]] | None
-    out: str
+    responses: list[list[int]] | None = None
+    out: str = ""
 
 
 @dataclass

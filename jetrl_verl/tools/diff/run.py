@@ -66,6 +66,14 @@ class EngineSettings:
     job: Job | None
     arguments: dict[str, Any]
 
+    def request(self, model: Path, prompts: Prompts, response: int, temperature: float, **arguments: Any) -> Request:
+        """To an engine with these and further ``arguments``, which samples."""
+        node, tokens = (
+            None if self.job is None else self.job.as_dict(),
+            (prompts.vocabulary, prompts.banned, prompts.ids),
+        )
+        return Request(str(model), node, self.arguments | arguments, *tokens, response, temperature, prompts.stop)
+
 
 def compose_engine(model: Path, precision: str, overrides: Sequence[str] = ()) -> EngineSettings:
     """The engine that a run with ``precision`` would start for the model in folder ``model``, on one GPU.
@@ -174,19 +182,7 @@ def _one(
             f"{min(arguments['max_model_len'], prompts.positions)}; use shorter prompts or a smaller --response."
         )
     arguments["enforce_eager"] = arguments["enforce_eager"] or not cuda
-    request = Request(
-        model=str(options.model),
-        jetrl=None if settings.job is None else settings.job.as_dict(),
-        arguments=arguments,
-        vocabulary=prompts.vocabulary,
-        banned=prompts.banned,
-        prompts=prompts.ids,
-        response=options.response,
-        temperature=options.temperature,
-        stop=prompts.stop,
-        responses=None,
-        out="",
-    )
+    request = settings.request(options.model, prompts, options.response, options.temperature)
     if stopped is None:
         with console.status(f"{precision}: the rollout as configured"):
             configured = run_engine(request, folder, "configured", cuda)

@@ -42,6 +42,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pyarrow import parquet
 from rich.box import SIMPLE_HEAD
@@ -51,11 +52,12 @@ from rich.table import Table
 from benchmarks.published_shapes import ROOT, SHARED_ON_A_CPU, is_mixture, write_data, write_model_apart
 from jetrl_verl.inputs import UserError, writing
 from jetrl_verl.tools.bytecode import folders_without, start_compiling
+from jetrl_verl.tools.commit import UNKNOWN
 from jetrl_verl.tools.demo.overrides import words_of_a_local_ray, words_on_a_cpu
 from jetrl_verl.tools.launch import VERL, RunPaths, build_environment, quote
 from jetrl_verl.tools.process_tree import Interrupted, ProcessTree, signals_raise
 from jetrl_verl.tools.progress import last_errors
-from jetrl_verl.tools.provenance import builds_note, nvidia_smi, provenance
+from jetrl_verl.tools.provenance import nvidia_smi, provenance
 from jetrl_verl.tools.report import read_metrics
 from jetrl_verl.tools.rows import Row, parse_row
 
@@ -377,6 +379,32 @@ def kept(records: Sequence[Mapping]) -> list[Mapping]:
 
     later = [{key(record) for record in records[place + 1 :]} for place in range(len(records))]
     return [record for record, keys in zip(records, later) if record["complete"] or key(record) not in keys]
+
+
+IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
+"""Two records are of one build if these are the same."""
+
+
+def described(build: Mapping[str, Any]) -> str:
+    """A build in a few words."""
+    commit, library = build["commit"], build["kernel_library_sha256"]
+    words = f"commit {commit if commit == UNKNOWN else commit[:10]}"
+    if build["dirty"] is not False:
+        words += f"{' with changes' if build['dirty'] else ''} (sources {build['sources_sha256'][:8]})"
+    return f"{words}, " + (f"kernel library {library[:8]}" if library else "no kernel library")
+
+
+def builds_note(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The sentence under a table of ``records`` (name of a record -> its builds): which build made them."""
+    groups: dict[tuple, tuple[str, list[str]]] = {}
+    for name, builds in records.items():
+        for build in builds:
+            names = groups.setdefault(tuple(build[key] for key in IDENTITY), (described(build), []))[1]
+            names.extend([name] if name not in names else [])
+    if len(groups) <= 1:
+        return "".join(f"Build: {words}." for words, _ in groups.values())
+    listed = "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.values())
+    return f"Results of {len(groups)} builds side by side; a difference may come from the code. {listed}."
 
 
 def show(records: Sequence[Mapping]) -> None:

@@ -1,21 +1,16 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""The build that made a result: :func:`provenance` goes into every record, :func:`builds_note` under every table.
-
-Two records are of one build if commit, sources and kernel library are the same."""
+"""The build that made a result: :func:`provenance` goes into every record."""
 
 import copy
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.sources import PACKAGE, sources_sha256
-from jetrl_verl.tools.commit import UNKNOWN, commit_of
-
-_IDENTITY = ("commit", "dirty", "sources_sha256", "kernel_library_sha256")
+from jetrl_verl.tools.commit import commit_of
 
 
 def provenance() -> dict[str, Any]:
@@ -55,25 +50,3 @@ def nvidia_smi() -> list[tuple[str, str]]:
         return []
     rows = answer.stdout.splitlines() if answer.returncode == 0 else []
     return [(name, driver) for name, comma, driver in (row.partition(", ") for row in rows) if comma]
-
-
-def describe(build: Mapping[str, Any]) -> str:
-    """A build in a few words."""
-    commit, library = build["commit"], build["kernel_library_sha256"]
-    words = f"commit {commit if commit == UNKNOWN else commit[:10]}"
-    if build["dirty"] is not False:
-        words += f"{' with changes' if build['dirty'] else ''} (sources {build['sources_sha256'][:8]})"
-    return f"{words}, " + (f"kernel library {library[:8]}" if library else "no kernel library")
-
-
-def builds_note(records: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """The sentence under a table of ``records`` (name of a record -> its builds): which build made them."""
-    groups: dict[tuple, tuple[str, list[str]]] = {}
-    for name, builds in records.items():
-        for build in builds:
-            names = groups.setdefault(tuple(build[key] for key in _IDENTITY), (describe(build), []))[1]
-            names.extend([name] if name not in names else [])
-    if len(groups) <= 1:
-        return "".join(f"Build: {words}." for words, _ in groups.values())
-    listed = "; ".join(f"{words}: {', '.join(names)}" for words, names in groups.values())
-    return f"Results of {len(groups)} builds side by side; a difference may come from the code. {listed}."

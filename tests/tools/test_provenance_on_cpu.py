@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.steps import builds_note, described
 from jetrl_verl import __version__
 from jetrl_verl.kernels import native
 from jetrl_verl.sources import sources_sha256
 from jetrl_verl.tools import provenance
 from jetrl_verl.tools.commit import FILE, UNKNOWN, commit_of, write_commit
-from jetrl_verl.tools.provenance import builds_note, describe
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = ["torch", "triton", "verl", "vllm", "gpu", "driver"]
@@ -123,12 +123,12 @@ def test_a_surrounding_repository_is_not_the_commit_of_an_installed_copy(reposit
 def test_results_of_two_builds_are_named(other):
     note = builds_note({"one": [build()], "two": [build(), other]})
     assert note.startswith("Results of 2 builds side by side")
-    assert f"{describe(build())}: one, two" in note and f"{describe(other)}: two" in note
+    assert f"{described(build())}: one, two" in note and f"{described(other)}: two" in note
 
 
 def test_the_note_names_a_single_build():
     alike = build() | {"torch": "2.11.0"}  # versions of others are not part of a build's identity
-    assert builds_note({"one": [build()], "two": [alike]}) == f"Build: {describe(build())}."
+    assert builds_note({"one": [build()], "two": [alike]}) == f"Build: {described(build())}."
     assert builds_note({}) == ""
 
 
@@ -141,4 +141,4 @@ def test_the_note_names_a_single_build():
     ],
 )
 def test_a_build_is_described_in_a_few_words(build, words):
-    assert describe(build) == words
+    assert described(build) == words

@@ -131,9 +131,12 @@ async def generate(stock, self: Any, prompt_ids: Any, sampling_params: dict, *ar
         announced.reset(before)
 
 
-_SYMPTOM = "the rollout server makes an output, text and two objects of each token, and the GPU may wait for it"
-_UPSTREAM = "the server iterates over vLLM's stream to keep its last element; no issue is known"
-_UNTIL = "verl's server asks vLLM for what it reads alone"
+_WHY = dict(
+    symptom="the rollout server makes an output, text and two objects of each token, and the GPU may wait for it",
+    upstream="the server iterates over vLLM's stream to keep its last element; no issue is known",
+    until="verl's server asks vLLM for what it reads alone",
+    needed=False,
+)
 
 OUTPUTS = Patch(
     replaces="vllm.v1.engine.output_processor:OutputProcessor.add_request",
@@ -142,18 +145,12 @@ OUTPUTS = Patch(
         "0.29.0": "aac8b9b79c4bbaa34ac232e635a17fbd64e6934768ac5d92f6e37ea7ee977b97",
     },
     by=add_request,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 REQUESTS = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.generate",
     sha256={"0.9.1": "994d55e1584a3cc988f8b7f2754d553d1cbb66e97c510cefce0909ae4e97057f"},
     by=generate,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 PATCHES = (OUTPUTS, REQUESTS)

@@ -45,7 +45,12 @@ KEEP_WEIGHT = Patch(
 )
 
 
-_OF_EXPERTS = "a weight sync cannot load BF16 experts on the CPU: their parameters are packed"
+_OF_EXPERTS = dict(
+    symptom="a weight sync cannot load BF16 experts on the CPU: their parameters are packed",
+    upstream="inference never reloads a weight; no issue is known",
+    until="vLLM keeps a CPU mixture's weights on request",
+    needed=True,
+)
 
 
 def check_grouped_gemm(stock, self, layer: torch.nn.Module) -> tuple[bool, str]:
@@ -61,10 +66,7 @@ KEEP_EXPERTS = Patch(
     replaces="vllm.model_executor.layers.fused_moe.cpu_fused_moe:CPUFusedMOE.check_grouped_gemm",
     sha256={"0.24.0": "a8aec7c0b87b4de48ab7e89925c3a7fc159efd2853d8763b06387f07ee427aee"},
     by=check_grouped_gemm,
-    symptom=_OF_EXPERTS,
-    upstream="inference never reloads a weight; no issue is known",
-    until="vLLM keeps a CPU mixture's weights on request",
-    needed=True,
+    **_OF_EXPERTS,
 )
 
 
@@ -94,18 +96,12 @@ KEEP_PARAMETERS = Patch(
     ),
     sha256={"0.29.0": "8e3f130db8129c027abc5a1280608f6721ef22b1b6e747043532a6a830ef8a4d"},
     by=process_weights_after_loading,
-    symptom=_OF_EXPERTS,
-    upstream="inference never reloads a weight; no issue is known",
-    until="vLLM keeps a CPU mixture's weights on request",
-    needed=True,
+    **_OF_EXPERTS,
 )
 PACK_AT_CALL = Patch(
     replaces="vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.apply",
     sha256={"0.29.0": "3e0f023d3f3cd3db0466412576617069a83089421cf124022a7f44da8e8d552a"},
     by=apply,
-    symptom=_OF_EXPERTS,
-    upstream="inference never reloads a weight; no issue is known",
-    until="vLLM keeps a CPU mixture's weights on request",
-    needed=True,
+    **_OF_EXPERTS,
 )
 PATCHES = (KEEP_WEIGHT, KEEP_EXPERTS, KEEP_PARAMETERS, PACK_AT_CALL)

@@ -41,27 +41,24 @@ def _give_up_gathered(model: Any) -> None:
             module.drop_qdata()
 
 
-_SYMPTOM = "after a restore, passes compute with the gathered weights and FP8 data of the policy before it"
-_UPSTREAM = "the engine reshards after a forward pass where fsdp_size is above 1 alone; no issue is known"
-_UNTIL = "verl reshards before it restores weights, and tells its engine"
+_WHY = dict(
+    symptom="after a restore, passes compute with the gathered weights and FP8 data of the policy before it",
+    upstream="the engine reshards after a forward pass where fsdp_size is above 1 alone; no issue is known",
+    until="verl reshards before it restores weights, and tells its engine",
+    needed=True,
+)
 
 FSDP1 = Patch(
     replaces="verl.utils.fsdp_utils:fsdp1_sharded_load_from_cpu",
     sha256={"0.9.1": "f8d8958cc4d366116bb794a3b15711fae3d7aa78231e04b0b52be7c300fea756"},
     by=fsdp1_sharded_load_from_cpu,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+    **_WHY,
 )
 FSDP2 = Patch(
     replaces="verl.utils.fsdp_utils:fsdp2_sharded_load_from_cpu",
     sha256={"0.9.1": "6d5f31da6153b4f810ce589f360aa2977b04192223a1d3ea4540b49358bfc10a"},
     by=fsdp2_sharded_load_from_cpu,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+    **_WHY,
 )
 SAVED = Patch(
     replaces="verl.utils.fsdp_utils:fsdp2_sharded_save_to_cpu",

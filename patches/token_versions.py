@@ -37,26 +37,23 @@ async def generate_and_resume(stock, self: Any, *args: Any, **kwargs: Any) -> An
     return output
 
 
-_SYMPTOM = "nothing says which tokens of a resumed rollout the current weights sampled, so none of them is compared"
-_UPSTREAM = "a sequence has min_global_steps and max_global_steps; no issue is known"
-_UNTIL = "verl keeps the version of each token"
+_WHY = dict(
+    symptom="nothing says which tokens of a resumed rollout the current weights sampled, so none of them is compared",
+    upstream="a sequence has min_global_steps and max_global_steps; no issue is known",
+    until="verl keeps the version of each token",
+    needed=False,
+)
 
 COUNTED = Patch(
     replaces="verl.workers.rollout.llm_server:LLMServerClient.generate",
     sha256={"0.9.1": "2d8b5f0bd88a62c135e0138b7d46ea573eba74b7aeebd64836c42dabed7715f4"},
     by=generate,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 KEPT = Patch(
     replaces="verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate",
     sha256={"0.9.1": "c7a0532f3c8a3de0a056417e0ffcaf3ceb2282dcdd6e00cca87cde41abe98a54"},
     by=generate_and_resume,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 PATCHES = (COUNTED, KEPT)

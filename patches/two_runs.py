@@ -48,26 +48,23 @@ def handle_of_this_run(stock, self: Any) -> str:
     return address_of_this_run(stock(self))
 
 
-_SYMPTOM = "a rollout worker may load the weights of another run on its host"
-_UPSTREAM = "the name holds Ray's job id to tell jobs of one cluster apart; no issue about two clusters is known"
-_UNTIL = "verl names the socket after something that no two runs share"
+_WHY = dict(
+    symptom="a rollout worker may load the weights of another run on its host",
+    upstream="the name holds Ray's job id to tell jobs of one cluster apart; no issue about two clusters is known",
+    until="verl names the socket after something that no two runs share",
+    needed=True,
+)
 
 SENDER = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter.__init__",
     sha256={"0.9.1": "d89ae15fa053a2deb94aff0c3c4b0a533052eb67688b5143e29311edb0fc2e8d"},
     by=adapter_of_this_run,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+    **_WHY,
 )
 RECEIVER = Patch(
     replaces="verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension._get_zmq_handle",
     sha256={"0.9.1": "adc428ed9290d87d1563245eb382fc0e8bdff9620c2e5f14e165fab5ff717274"},
     by=handle_of_this_run,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=True,
+    **_WHY,
 )
 PATCHES = (SENDER, RECEIVER)

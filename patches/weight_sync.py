@@ -92,26 +92,23 @@ async def execute_method(stock, self, method: str, *args: Any, **kwargs: Any) ->
     return answer
 
 
-_SYMPTOM = "a run whose rollout worker fails or is killed during a weight sync waits for ever"
-_UPSTREAM = "every wait is without a limit; no issue is known"
-_UNTIL = "verl's sender learns that its worker has failed"
+_WHY = dict(
+    symptom="a run whose rollout worker fails or is killed during a weight sync waits for ever",
+    upstream="every wait is without a limit; no issue is known",
+    until="verl's sender learns that its worker has failed",
+    needed=False,
+)
 
 WATCH = Patch(
     replaces="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer:BucketedWeightSender._init_socket",
     sha256={"0.9.1": "8d56f6f57486d748ae4955254b12356ef113a37e6471cc74ca157e863141a649"},
     by=init_socket,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 CALL = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_rollout:ServerAdapter._execute_method",
     sha256={"0.9.1": "208d0eb41494460b8d3063dd7183f4394115b947d25e76cf8a1fad7a074077e3"},
     by=execute_method,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 PATCHES = (WATCH, CALL)

@@ -77,26 +77,23 @@ async def collective_rpc(stock, self, *args: Any, **kwargs: Any) -> None:
     await _with_worker_error(stock(self, *args, **kwargs))
 
 
-_SYMPTOM = "what a rollout worker refuses stands in the middle of the log, and the run ends with another error"
-_UPSTREAM = "vLLM's front end passes on no exception of a worker; no issue is known"
-_UNTIL = "vLLM raises a worker's exception in its front end"
+_WHY = dict(
+    symptom="what a rollout worker refuses stands in the middle of the log, and the run ends with another error",
+    upstream="vLLM's front end passes on no exception of a worker; no issue is known",
+    until="vLLM raises a worker's exception in its front end",
+    needed=False,
+)
 
 START = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.launch_server",
     sha256={"0.9.1": "38bac9a952e3183454225d1c1bcf6169d9e979ebfab77510d2c780a87bd3df5c"},
     by=launch_server,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 CALL = Patch(
     replaces="verl.workers.rollout.vllm_rollout.vllm_async_server:vLLMHttpServer.collective_rpc",
     sha256={"0.9.1": "5b0e7f6f403c86ee0ec8b52db5ded38cece59af6fe7c38b851c6ab5263c739e5"},
     by=collective_rpc,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    **_WHY,
 )
 PATCHES = (START, CALL)

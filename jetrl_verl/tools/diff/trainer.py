@@ -13,6 +13,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,19 +56,6 @@ def load_master(folder: str | Path, job: Job | None, **arguments: Any) -> torch.
 
 Replaced = Iterator[tuple[Any, str, Any]]
 """(module, name of a function in it, the function to call while the model runs)."""
-
-
-class _RouterFunctions:
-    """``torch.nn.functional`` with ``after`` applied to the result of ``linear``."""
-
-    def __init__(self, functional: Any, after: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._functional, self._after = functional, after
-
-    def linear(self, *args: torch.Tensor) -> torch.Tensor:
-        return self._after(self._functional.linear(*args))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._functional, name)
 
 
 class Trainer:
@@ -224,7 +212,9 @@ class Trainer:
         if not self._shared:
             # Only the router calls it by this name.
             modeling = sys.modules[type(self._model).__module__]
-            yield modeling, "F", _RouterFunctions(modeling.F, lambda logits: self._ask("router", logits))
+            linear = modeling.F.linear
+            tapped = vars(modeling.F) | {"linear": lambda *args: self._ask("router", linear(*args))}
+            yield modeling, "F", SimpleNamespace(**tapped)
             return
         route, combine, add = kernels.route, kernels.combine, kernels.add_shared_expert
 

@@ -86,13 +86,15 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Exported:
-    """An exported folder: number of weight files, their bytes, number of FP8 tensors, digest."""
+    """An exported folder: number of weight files, their bytes, number of FP8 tensors, digest, and the digest with a
+    vision tower, which a run with images logs."""
 
     folder: Path
     files: int
     bytes: int
     quantized: int
     digest: int
+    image_digest: int
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ def _write(
             shutil.copyfile(file, folder / file.name)
     for file in folder.glob("*.safetensors"):
         shutil.copymode(folder / "config.json", file)  # safetensors makes them readable by the owner only
-    return Exported(folder, files, size, quantized, digest.value)
+    return Exported(folder, files, size, quantized, digest.value, (digest.value + digest.tower) % 2**64)
 
 
 def _decoder(config: Mapping[str, Any]) -> Family:
@@ -373,11 +375,12 @@ class _Digest:
 
     Attributes:
         tied: names of the head and the embedding if they are one tensor, else empty.
-        of_the_tower: modules of a vision tower with a matrix; a rollout of text has no tower, so none is in the sum.
+        value: the sum without a vision tower, which a rollout of text does not have. tower: the tower's.
+        of_the_tower: modules of a vision tower with a matrix.
     """
 
     def __init__(self, decoder: Family, tied: bool) -> None:
-        self.value, self.of_the_tower = 0, []
+        self.value, self.tower, self.of_the_tower = 0, 0, []
         self.tied = (f"{decoder.head}.weight", f"{decoder.embedding}.weight") if tied else ()
         self._tower = f"{decoder.tower}."
 
@@ -390,6 +393,7 @@ class _Digest:
                 self._add(value.format.sums(value))
             elif name.startswith(self._tower):
                 self.of_the_tower += [name.removesuffix(".weight")] if value.ndim == 2 else []
+                self.tower = (self.tower + int(row_sums(value).sum().item())) % 2**64
             else:
                 # Trainer and rollout count a tied embedding under both of its names.
                 self._add(row_sums(value), times=1 + (name in self.tied))
@@ -488,9 +492,11 @@ def run_export(checkpoint: Path, out: Path, options: ExportOptions) -> None:
         print(f"{exported.folder}: {files}, {decimal(exported.bytes)}{layers}")
         if exported.quantized:
             # With several workers, each logs the sum of its shard.
-            logged = (
-                ": the live digest in the log of the run's last weight sync" if options.tensor_parallel == 1 else ""
-            )
+            logged = ""
+            if options.tensor_parallel == 1:
+                logged = ": the live digest in the log of the run's last weight sync"
+                if exported.image_digest != exported.digest:
+                    logged += f", or {exported.image_digest:#018x} of a run with images"
             print(f"digest {exported.digest:#018x}{logged}")
             # DeepGEMM, vLLM's default, rounds scales to powers of two at load and requantizes.
             print(f"serve these qdata as they are: VLLM_USE_DEEP_GEMM=0 vllm serve {exported.folder}")

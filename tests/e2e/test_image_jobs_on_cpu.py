@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy
 import pyarrow.parquet
 import pytest
-from jobs import ACTOR, ROLLOUT, train
+from jobs import ACTOR, ROLLOUT, Run, train
 from PIL import Image
 from test_overrides_of_scripts_on_cpu import words_of_sizes
 from test_parallel_on_cpu import TWO_RANKS
 from tiny_models import WITH_TOWER, save_policy
 from verl_overrides import SCRIPTS, WITH_IMAGES, script_words
 
+from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
@@ -37,8 +38,8 @@ def write_data(train: Path, folder: Path) -> Path:
     return folder / "train.parquet"
 
 
-def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes: int) -> None:
-    """Two steps of a model of :func:`tiny_models.tiny_config`."""
+def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes: int) -> Run:
+    """Two steps of a model of :func:`tiny_models.tiny_config`, with a checkpoint of the second."""
     if find_spec("qwen_vl_utils") is None:
         monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent / "stand_ins"), prepend=":")
     save_policy(folder / "policy", family, max_position_embeddings=256, **changes)
@@ -63,6 +64,8 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
         f"{ROLLOUT}.max_num_batched_tokens=64",
         f"{ROLLOUT}.max_num_seqs=48",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+        f"trainer.save_freq={STEPS}",
+        f"trainer.default_local_dir={folder / 'checkpoints'}",
     )
     assert "exactness is OFF: the column images of" in run.log
     run.check_updates(STEPS)
@@ -74,6 +77,7 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
     assert run.steps(f"{counted}_differing_tokens") == [0] * STEPS, "text differs"
     assert all(run.steps(f"{counted}_differing_image_tokens")), "the two towers round alike"
     assert max(run.steps("rollout_corr/k3_kl")) < 0.01
+    return run
 
 
 ONE_CPU = (*words_of_sizes(STEPS), *words_on_a_cpu(), "data.val_max_samples=8")
@@ -84,7 +88,9 @@ CASES = {name: (name,) for name in WITH_TOWER} | {
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c != "qwen3_vl")) for c in CASES])
 def test_text_is_exact_in_batches_with_images(policy, tmp_path, monkeypatch, case):
-    check(policy, tmp_path, monkeypatch, *CASES[case], f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+    run = check(policy, tmp_path, monkeypatch, *CASES[case], f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+    (exported,) = export(tmp_path / "checkpoints", tmp_path / "fp8", ExportOptions("fp8"))
+    assert f"{exported.image_digest:#018x}" == run.syncs[-1][-1]
 
 
 @pytest.mark.slow

@@ -221,13 +221,13 @@ def _bf16_backward_pays(options: JetConfig, get: Get) -> bool:
 
     A driver without a GPU cannot know; ``workers`` then names the nodes and the setting.
     """
-    from jetrl_verl.models import Unsupported, family
+    from jetrl_verl.models import Unsupported
 
     if on_cpu() or options.train == UNQUANTIZED or not _hopper_without_kernels():
         return False
     try:
         model = read_model(get(f"{MODEL}.path"))
-        return model is not None and family(model.config).experts is None
+        return model is not None and model.family.experts is None
     except (Unsupported, UnsupportedConfiguration):  # refused later, with a sentence
         return False
 
@@ -243,7 +243,7 @@ def _why_stock(options: JetConfig, get: Get) -> list[str]:
 
 def _uncovered(options: JetConfig, get: Get) -> Iterator[str]:
     """What the shared operations do not cover of the machine, or of the model as far as it is read without a copy."""
-    from jetrl_verl.models import Unsupported, family
+    from jetrl_verl.models import Unsupported
 
     from .built import check_built
 
@@ -253,8 +253,9 @@ def _uncovered(options: JetConfig, get: Get) -> Iterator[str]:
     path = get(f"{MODEL}.path")
     try:
         if (model := read_model(path)) is not None:
-            config = model.changed(overrides_of_trainer(get)).config
-            for error in family(config).uncovered_operations(config):
+            model = model.changed(overrides_of_trainer(get))
+            config = model.config
+            for error in model.family.uncovered_operations(config):
                 yield TABLE[error.row].loss(what=f"the model {path}", why=str(error))
             check_built(replace(options, operations="shared"), path, config)
             for words in replacements(config):

@@ -37,6 +37,8 @@ from .support.table import explained, refusal, refuse
 from .vllm_plugins import replacements
 
 if TYPE_CHECKING:
+    from jetrl_verl.models import Family
+
     from .job import Job
 
 OF_ONE_SIDE = frozenset(
@@ -70,6 +72,20 @@ class ModelFiles:
     def changed(self, fields: Mapping[str, Any]) -> "ModelFiles":
         """The model with other fields of its configuration."""
         return replace(self, config={**self.config, **fields})
+
+    @property
+    def family(self) -> "Family":
+        """Of its decoder."""
+        # Not at the top: the checks of versions have to run where importing torch fails.
+        from jetrl_verl.models import family
+
+        return family(self.config)
+
+    def read(self, field: str, default: Any = None) -> Any:
+        """A field of its decoder's configuration."""
+        from jetrl_verl.models.families.base import read
+
+        return read(self.config, field, default)
 
 
 def read_model(path: str | None) -> ModelFiles | None:
@@ -219,7 +235,7 @@ def check_models(job: "Job", get: Get) -> None:
             for words in replacements(model.config):
                 refuse("vllm_plugins", **words)
             check_kernels(model)
-        if job.cache.quantized and (message := cache_message(model.config, model.path, job.cache)):
+        if job.cache.quantized and (message := cache_message(model, job.cache)):
             raise UnsupportedConfiguration(message)
         if on_cpu():
             check_bucket(job, model)
@@ -256,9 +272,6 @@ def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor"
     """
     if model.folder is not None:
         _check_weight_files(model.folder)
-    # Not at the top: the checks of versions have to run where importing torch fails.
-    from jetrl_verl.models import family
-
     from .built import check_built
 
     options, shared = job.options, job.shared and "actor" in roles
@@ -268,7 +281,7 @@ def check_model(job: "Job", model: ModelFiles, roles: tuple[str, ...] = ("actor"
     with explained(model.path, options.precision):
         for role in roles:
             job.plans(model.config, role)
-        decoder = family(model.config)
+        decoder = model.family
         if shared:
             decoder.check_operations(model.config)
         for role in roles:
@@ -285,11 +298,8 @@ def check_bucket(job: "Job", model: ModelFiles) -> None:
 
     On GPUs verl sends such a tensor from where it lies (CUDA IPC); the stacks of smaller ones fit (sync/wire.py).
     """
-    from jetrl_verl.models import family
-    from jetrl_verl.models.families.base import read
-
     plans = job.plans(model.config)
-    sizes = {"the embedding": 2 * read(model.config, "vocab_size") * plans[family(model.config).q].k}
+    sizes = {"the embedding": 2 * model.read("vocab_size") * plans[model.family.q].k}
     for name, plan in plans.items():
         element_bytes = traits_of(plan.format_name).element_bytes if plan.quantized else 2
         sizes[f"{name} of a layer"] = int(plan.experts * plan.n * plan.k * element_bytes)
@@ -301,30 +311,25 @@ def check_bucket(job: "Job", model: ModelFiles) -> None:
         refuse("tensor_of_the_bucket", what=what, scope=scope, remedy=remedy)
 
 
-def cache_message(model: Mapping[str, Any], path: str, cache: CacheTraits) -> str:
+def cache_message(model: ModelFiles, cache: CacheTraits) -> str:
     """Why a quantized KV cache has no kernel for a model; empty where it has."""
-    from jetrl_verl.models import family
-    from jetrl_verl.models.families.base import read
-
-    decoder, heads = family(model), read(model, "num_attention_heads")
-    group = heads // read(model, "num_key_value_heads", heads)
-    head_dim, most = decoder.head_dim(model), cache.most_query_heads
+    decoder, heads = model.family, model.read("num_attention_heads")
+    group = heads // model.read("num_key_value_heads", heads)
+    head_dim, most = decoder.head_dim(model.config), cache.most_query_heads
     for why, met in (
         (f"its heads are of {head_dim}, and a scale is for {cache.head_dim}", head_dim != cache.head_dim),
         (f"a KV head has {group} query heads, and the kernel computes {most}", group > most),
-        ("its layers attend to windows", decoder.slides(model)),
+        ("its layers attend to windows", decoder.slides(model.config)),
     ):
         if met:
-            return refusal("model_of_an_fp8_cache", what=f"the model {path}", why=why)
+            return refusal("model_of_an_fp8_cache", what=f"the model {model.path}", why=why)
     return ""
 
 
 def check_wrap_policy(model: ModelFiles, get: Get) -> None:
     """Refuse what makes FSDP1 flatten a vision tower, which is frozen, together with weights that are trained."""
-    from jetrl_verl.models import family
-
     node = f"{ACTOR}.fsdp_config"
-    if not family(model.config).tower or get(f"{ACTOR}.strategy") != "fsdp" or get(f"{node}.use_orig_params"):
+    if not model.family.tower or get(f"{ACTOR}.strategy") != "fsdp" or get(f"{node}.use_orig_params"):
         return
     for name in ("disable", "min_num_params", "transformer_layer_cls_to_wrap"):
         if value := get(key := f"{node}.wrap_policy.{name}"):
@@ -337,9 +342,7 @@ def check_images(job: "Job", model: ModelFiles) -> None:
     where verl cannot build the processor that it needs for them."""
     from transformers.utils import is_torchvision_available
 
-    from jetrl_verl.models import family
-
-    decoder = family(model.config)
+    decoder = model.family
     if job.images and not decoder.tower:
         refuse("images_of_text_models", scope=f"the model {model.path}", why="it has no vision tower")
     # Of a hybrid verl needs no processor for text.
@@ -351,24 +354,21 @@ def check_images(job: "Job", model: ModelFiles) -> None:
 
 def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
     """Refuse a mixture of experts in one server of several data-parallel replicas: vLLM deals its experts over them."""
-    from jetrl_verl.models import family
-
-    if replicas > 1 and family(model.config).experts is not None:
+    if replicas > 1 and model.family.experts is not None:
         refuse("mixture_over_replicas", what=f"the mixture of experts {model.path}", scope=f"{key}={replicas}")
 
 
 def check_prompt_cuts(job: "Job", model: ModelFiles, get: Get) -> None:
     """Refuse steps of fewer tokens than a hybrid's page: vLLM 0.24 cuts cached prompts at ends of pages."""
-    from jetrl_verl.models import family
-    from jetrl_verl.models.families.base import page_tokens, read
+    from jetrl_verl.models.families.base import page_tokens
 
-    decoder, key = family(model.config), f"{ROLLOUT}.max_num_batched_tokens"
+    decoder, key = model.family, f"{ROLLOUT}.max_num_batched_tokens"
     prefixes = f"{ROLLOUT}.enable_prefix_caching"
     cuts = get(prefixes) and get(f"{ROLLOUT}.enable_chunked_prefill")
     if decoder.delta_net is None or not cuts or not (job.versions["vllm"] or "").startswith("0.24"):
         return
     state, of_chunk = decoder.delta_net.state_bytes(model.config)
-    heads = max(job.rollout_ranks, read(model.config, "num_key_value_heads"))
+    heads = max(job.rollout_ranks, model.read("num_key_value_heads"))
     of_token = 2 * job.cache.head_bytes(heads * decoder.head_dim(model.config))
     multiple = get(f"{VLLM}.block_size") or (128 if on_cpu() else 16)
     tokens = page_tokens(state + of_chunk * job.shared, of_token, multiple)
@@ -379,10 +379,10 @@ def check_prompt_cuts(job: "Job", model: ModelFiles, get: Get) -> None:
 
 def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
     """Refuse a number of ranks over which the model's heads cannot be dealt, as verl's workers would."""
-    from jetrl_verl.models import Family, family, model_types
+    from jetrl_verl.models import Family, model_types
 
     # A critic may be of any type.
-    decoder = family(model.config) if model.config["model_type"] in model_types() else Family("")
+    decoder = model.family if model.config["model_type"] in model_types() else Family("")
     if not decoder.divides_heads(model.config, ranks):
         why = f"its {decoder.heads_of(model.config)} are not divided by that many ranks"
         what = f"{key}={ranks} with the model {model.path}"
@@ -392,24 +392,19 @@ def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
 
 def check_kernels(model: ModelFiles) -> None:
     """Refuse a model with an operation that only the Hopper kernels compute, where the driver's package lacks them."""
-    from jetrl_verl.models import family
-
-    if family(model.config).delta_net is not None and not on_cpu() and not hopper_kernels.in_this_package():
+    if model.family.delta_net is not None and not on_cpu() and not hopper_kernels.in_this_package():
         refuse("delta_net_without_kernels", what=f"the model {model.path}, of which most layers are delta nets,")
 
 
 def check_attention(model: ModelFiles, node: str = MODEL) -> None:
     """Refuse what ``attn_implementation=jetrl_varlen`` does not do of the model at ``node``, as the trainer has it."""
-    from jetrl_verl.models import family
-    from jetrl_verl.models.families.base import read
-
     remedy = "" if node == MODEL else f"Set {attention_key(node)}=sdpa"
-    decoder = family(model.config)
+    decoder = model.family
     if decoder.slides(model.config):
         refuse("varlen_sliding_window", what=f"the model {model.path}, whose layers attend to windows,", remedy=remedy)
-    if rate := read(model.config, "attention_dropout", 0.0):
+    if rate := model.read("attention_dropout", 0.0):
         refuse("varlen_dropout", what=f"the model {model.path} with attention_dropout={rate}", remedy=remedy)
-    if (chunk := read(model.config, "attention_chunk_size")) is not None:
+    if (chunk := model.read("attention_chunk_size")) is not None:
         refuse("varlen_model", what=f"the model {model.path} with attention_chunk_size={chunk}", remedy=remedy)
     if not (on_cpu() or decoder.has_varlen_kernel(model.config)):
         what = f"the model {model.path} with heads of {decoder.head_dim(model.config)}"
@@ -428,9 +423,7 @@ def check_vocabulary(model: ModelFiles, tokenizer: str | None = None) -> None:
         return
     from transformers import AutoTokenizer
 
-    from jetrl_verl.models.families.base import read
-
-    padding = read(model.config, "vocab_size") - len(AutoTokenizer.from_pretrained(folder))
+    padding = model.read("vocab_size") - len(AutoTokenizer.from_pretrained(folder))
     if padding > 0:
         refuse("fused_kernels_of_a_padded_vocabulary", **padding_words(padding, model.path))
 

@@ -21,6 +21,7 @@ from jetrl_verl.config import model as model_module
 from jetrl_verl.config.composition import reader, resolve
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import (
+    ModelFiles,
     cache_message,
     check_kernels,
     check_model,
@@ -233,7 +234,7 @@ def test_fused_kernels_of_a_padded_vocabulary_are_refused(model, monkeypatch):
 )
 def test_an_fp8_cache_of_a_model_without_a_kernel_is_refused(model, changes, why):
     def message(changes) -> str:
-        return cache_message(read_model(model(changes)).config, "a", FP8)
+        return cache_message(ModelFiles("a", None, read_model(model(changes)).config), FP8)
 
     assert message({}) == message({"num_attention_heads": 16}) == ""
     assert message(changes) == refusal("model_of_an_fp8_cache", what="the model a", why=why)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jetrl_verl.config.composition import reader
-from jetrl_verl.config.model import cache_message, fields_of_one_side, overrides_of_trainer
+from jetrl_verl.config.model import ModelFiles, cache_message, fields_of_one_side, overrides_of_trainer
 from jetrl_verl.config.support.operations import NOTE_ROWS
 from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED
 from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal
@@ -145,7 +145,7 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
         costs.append((STOCK, model_refusal(error, model.name, "jet_fp8_exact")))
     costs += [(REFUSED, message) for message in fields_of_one_side(model.config, trained, exact)]
     cache = CACHES[get("jetrl.kv_cache")]
-    if cache.quantized and (message := cache_message(trained, model.name, cache)):
+    if cache.quantized and (message := cache_message(ModelFiles(model.name, None, trained), cache)):
         costs.append((REFUSED, message))
     return list(dict.fromkeys(costs))
 

@@ -312,13 +312,11 @@ def silu_gradients(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tu
     return (dy * up * sigma * (1 + gate * (1 - sigma))).bfloat16(), (dy * gate * sigma).bfloat16()
 
 
-def plant(folder: Path, kernels: str, file: str, line, wrong, others: tuple[str, ...] = ()) -> Emulator:
-    """The emulator of ``kernels`` with ``line`` of ``file``, which is there once, replaced by ``wrong``; or several."""
+def plant(folder: Path, kernels: str, file: str, line: str, wrong: str, others: tuple[str, ...] = ()) -> Emulator:
+    """The emulator of ``kernels`` with ``line`` of ``file``, which is there once, replaced by ``wrong``."""
     planted = folder / "csrc"
     shutil.copytree(CSRC, planted)
     source = (planted / file).read_text()
-    for old, new in [(line, wrong)] if isinstance(line, str) else zip(line, wrong, strict=True):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    (planted / file).write_text(source)
+    assert source.count(line) == 1
+    (planted / file).write_text(source.replace(line, wrong))
     return Emulator(build(kernels, planted, others))

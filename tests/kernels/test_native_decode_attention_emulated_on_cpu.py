@@ -5,8 +5,6 @@
 test_decode_attention_on_gpu.py compares with FlashAttention 3 itself.
 """
 
-from pathlib import Path
-
 import flash_attention_order
 import native_emulator
 import numpy as np
@@ -93,24 +91,18 @@ def check(emulator: Emulator, case: Case, cluster: int, alone: bool = False, see
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
 
 
+LENGTHS = (1, 16, 17, 127, 128, 129, 300)
+FAST_FP8 = {1: LENGTHS, 2: LENGTHS, 4: (17, 300), 8: (129,)}
+OF_BF16 = {1: (*LENGTHS, 64), 2: (1, 300), 4: (129, 300), 8: (17, 300)}
+"""Blocks of a cluster -> lengths; of FP8 the slow ones are all others."""
+
+
 @pytest.mark.parametrize(
     ("cache", "cluster", "alone", "length"),
     mostly_slow(
-        [(*plan, n) for plan in EVERY_PLAN if plan[0] == "fp8" for n in (1, 16, 17, 127, 128, 129, 300)],
-        fast=[
-            (*plan, n)
-            for plan in EVERY_PLAN
-            if plan[0] == "fp8"
-            for n in ((1, 16, 17, 127, 128, 129, 300) if plan[1] < 4 else (17, 300) if plan[1] == 4 else (129,))
-        ],
-    )
-    + [("bf16", 1, False, n) for n in (1, 16, 17, 64, 127, 128, 129, 300)]
-    + [
-        ("bf16", cluster, alone, n)
-        for cluster, n in ((2, 1), (2, 300), (4, 129), (4, 300), (8, 17), (8, 300))
-        for alone in (False, True)
-        if not alone or cluster in WITH_TURNS["bf16"]
-    ],
+        [(*plan, n) for plan in EVERY_PLAN for n in (LENGTHS if plan[0] == "fp8" else OF_BF16[plan[1]])],
+        fast=[(*plan, n) for plan in EVERY_PLAN for n in (FAST_FP8 if plan[0] == "fp8" else OF_BF16)[plan[1]]],
+    ),
 )
 def test_lengths(emulator, length, cache, cluster, alone):
     """Most have fewer blocks of keys than a cluster has thread blocks."""
@@ -135,31 +127,26 @@ def test_pages_with_heads_before_tokens(emulator):
     check(emulator, case, 1)
 
 
-def interleaved(cache: str, cluster: int, alone: bool, length: int, seed: int):
-    case = cache, cluster, alone, length, seed
-    return case if seed == 0 and length < 1300 else slow(*case)
+INTERLEAVINGS = [
+    *(("fp8", 1, False, 700, 12), ("fp8", 2, False, 1000, 8), ("fp8", 4, False, 1700, 4), ("fp8", 8, False, 2200, 2)),
+    *(
+        ("bf16", 1, False, 700, 6),
+        ("bf16", 2, False, 1000, 4),
+        ("bf16", 4, False, 1300, 2),
+        ("bf16", 8, False, 2200, 1),
+    ),
+    *(("fp8", 2, True, 400, 8), ("fp8", 2, True, 1700, 6), ("fp8", 4, True, 2600, 2), ("fp8", 8, True, 3500, 1)),
+    *(("bf16", 2, True, 1200, 3), ("bf16", 4, True, 1700, 1)),
+]
+"""A plan, a length and how many seeds of it; the first seed of a short one runs always."""
 
 
 @pytest.mark.parametrize(
     ("cache", "cluster", "alone", "length", "seed"),
-    [
-        interleaved("fp8", cluster, False, n, seed)
-        for cluster, n, seeds in ((1, 700, 12), (2, 1000, 8), (4, 1700, 4), (8, 2200, 2))
-        for seed in range(seeds)
-    ]
-    + [
-        interleaved("bf16", cluster, False, n, seed)
-        for cluster, n, seeds in ((1, 700, 6), (2, 1000, 4), (4, 1300, 2), (8, 2200, 1))
-        for seed in range(seeds)
-    ]
-    + [
-        interleaved(cache, cluster, True, n, seed)
-        for cache, cluster, n, seeds in (
-            *(("fp8", 2, 400, 8), ("fp8", 2, 1700, 6), ("fp8", 4, 2600, 2), ("fp8", 8, 3500, 1)),
-            *(("bf16", 2, 1200, 3), ("bf16", 4, 1700, 1)),
-        )
-        for seed in range(seeds)
-    ],
+    mostly_slow(
+        [(*case, seed) for *case, seeds in INTERLEAVINGS for seed in range(seeds)],
+        fast=[(*case, 0) for *case, _ in INTERLEAVINGS if case[-1] < 1300],
+    ),
 )
 def test_interleavings(emulator, cache, cluster, alone, length, seed):
     """More blocks than the rings have stages, except in the first case with turns."""
@@ -251,129 +238,55 @@ def test_flash_attention_order_computes_attention():
     assert (case.want()[0].double() - exact).norm() < 2**-8 * exact.norm()
 
 
-GIVES_BACK = """    sm90::sync_warp();
-    if (arrives()) {
-      sm90::barrier_arrive(barriers.scores_full(ring));"""
-KERNEL, OF_CLUSTERS, OF_BF16 = KERNELS, f"{KERNELS}_cluster", f"{KERNELS}_bf16"
-CLUSTERS_SHARED = "decode_attention_cluster.cuh"
+OF_CLUSTERS, OF_BF16_CACHE = f"{KERNELS}_cluster", f"{KERNELS}_bf16"
+SHARED, READ = "decode_attention_cluster.cuh", "if constexpr (kBlocks > 1) sm90::sync_cluster();  // sends read"
+P_EMPTY = 'if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);'
+IS_FREE = "if (lap > 0) sm90::barrier_wait(barriers.scores_empty"
+KEYS_EMPTY = 'sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);'
 FAULTS = {
-    "scores are released before all lanes have written them": (
-        f"{KERNEL}.cu",
-        GIVES_BACK,
-        GIVES_BACK.partition("\n")[2],
-    ),
-    "P is overwritten": (
-        f"{KERNEL}.cu",
-        'if (i >= 2) sm90::barrier_wait(barriers.p_empty(ring), ((i >> 1) - 1) & 1, "p_empty", ring);',
-        "",
-    ),
-}
-"""Fault -> file, its line, the line planted there."""
-
-FAULTS_OF_CLUSTERS = {
-    "a block leaves while what it sends is read": (
-        "if constexpr (kBlocks > 1) sm90::sync_cluster();  // sends read",
-        "// sends read",
-    ),
-    "a block's barriers are used before they are": ("  sync_cluster_or_block<kBlocks>();", "  sm90::sync_block();"),
-    "a wait for a free place names the wrong phase": ('(lap - 1) & 1, "scores_empty"', 'lap & 1, "scores_empty"'),
-    "scores are overwritten": (
-        "if (lap > 0) sm90::barrier_wait(barriers.scores_empty",
-        "if (false) sm90::barrier_wait(barriers.scores_empty",
-    ),
-    "a place is free before one block has read it": (
-        "sm90::barrier_init(scores_empty(place), kArrivals * Cache::kBlocks);",
-        "sm90::barrier_init(scores_empty(place), kArrivals * (Cache::kBlocks - 1));",
-    ),
-    "scores are sent before the copy engine sees them": (
-        "    if constexpr (kBlocks > 1) sm90::fence_for_copies();\n",
-        "",
-    ),
-    "a query's scores are not sent": ("from, part_bytes<Shape>(p.group),", "from, part_bytes<Shape>(p.group - 1),"),
-    "the maximum so far is not waited for": (
-        'sm90::barrier_wait(barriers.max_full(other), handed & 1, "max_full", other);',
-        "",
-    ),
-    "values past the last one are read": ("if (4 * lane + b >= left) scales", "if (false) scales"),
-    "factors are overwritten": (
-        "kFactorPlaces = Cache::kHasScales ? 2 * kSoftmaxWarps : 0;",
-        "kFactorPlaces = Cache::kHasScales ? kSoftmaxWarps : 0;",
-    ),
-    "pages outside the table are read": ("return left < kUnitsOfABlock ? left : kUnitsOfABlock;", "return 8;"),
-    "a stage is full before its copies have landed": ("sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
-    "a lane that copies does not arrive": (
-        "sm90::cp_async_arrive(full);",
-        "if (sm90::own_lane()) sm90::cp_async_arrive(full);",
-    ),
-}
-"""Faults in the code that the cluster kernels of both caches share."""
-
-FAULTS_OF_TURNS = {
-    "O so far is not waited for": (
-        'sm90::barrier_wait(barriers.output_full(other), (i - 1) / kTurns & 1, "output_full", other);',
-        "",
-    ),
-    "O is handed over before all lanes have written it": (
-        "    sm90::sync_warp();\n    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
-        "    if (arrives()) sm90::barrier_arrive(barriers.output_full(warp));",
-    ),
-    "both warps begin at the same stage": ("  values.skip(turn * Cache::kPieces);\n", ""),
-}
-"""Faults where each block has a multiprocessor to itself and its warps of O take turns."""
-
-FAULTS_OF_BF16 = {
-    "keys are overwritten": (
-        'sm90::barrier_wait(barriers.keys_empty(keys.stage), keys.parity ^ 1, "keys_empty", keys.stage);',
-        "",
-    ),
+    "P is overwritten": (KERNELS, f"{KERNELS}.cu", P_EMPTY, ""),
+    "a block leaves while what it sends is read": (OF_CLUSTERS, SHARED, READ, "// sends read"),
+    "barriers are used early": (OF_CLUSTERS, SHARED, "  sync_cluster_or_block<kBlocks>();", "  sm90::sync_block();"),
+    "scores are overwritten": (OF_CLUSTERS, SHARED, IS_FREE, IS_FREE.replace("lap > 0", "false")),
     "values past the last one are read": (
-        "const bool exists = kRows * piece + key < left;",
-        "const bool exists = true;",
+        *(OF_CLUSTERS, SHARED, "if (4 * lane + b >= left) scales", "if (false) scales"),
     ),
+    "pages outside the table are read": (
+        *(OF_CLUSTERS, SHARED, "return left < kUnitsOfABlock ? left : kUnitsOfABlock;", "return 8;"),
+    ),
+    "a stage is full before its copies have landed": (
+        *(OF_CLUSTERS, SHARED, "sm90::cp_async_arrive(full);", "sm90::barrier_arrive(full);"),
+    ),
+    "keys are overwritten": (OF_BF16_CACHE, f"{OF_BF16_CACHE}.cu", KEYS_EMPTY, ""),
 }
+"""Fault -> kernel that runs, file, its line, the line planted there."""
+FAULTY_CASES = {
+    KERNELS: lambda: (Case([700, 30], kv_heads=1), 1),
+    OF_CLUSTERS: lambda: (Case([30, 1000], kv_heads=1, value=huge_at_first), 2),
+    OF_BF16_CACHE: lambda: (Case([30, 600], group=2, kv_heads=1, cache="bf16"), 2),
+}
+"""Of each kernel a case with more blocks than any ring has stages, and its cluster. Some scales are above 2^7."""
 
 
-def plant(folder: Path, file: str, kernel: str, before: str, after: str) -> Emulator:
-    """The emulator with ``kernel`` compiled from a changed ``file``."""
-    others = tuple(other for other in (KERNEL, OF_CLUSTERS, OF_BF16) if other != kernel)
-    return native_emulator.plant(folder, kernel, file, before, after, others)
-
-
-def detects(faulty: Emulator, case: Case, cluster: int, alone: bool = False) -> bool:
+def detects(faulty: Emulator, case: Case, cluster: int) -> bool:
     want = case.want()
     for seed in range(12):
         try:
-            if not torch.equal(case.run(faulty, cluster, alone, seed).view(torch.int16), want.view(torch.int16)):
+            if not torch.equal(case.run(faulty, cluster, seed=seed).view(torch.int16), want.view(torch.int16)):
                 return True
         except RuntimeError:
             return True
     return False
 
 
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS, ["P is overwritten"]))
+SAMPLE = ["P is overwritten", "scores are overwritten", "keys are overwritten"]
+
+
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))
 def test_a_planted_fault_is_detected(tmp_path, fault):
-    file, before, after = FAULTS[fault]
-    assert detects(plant(tmp_path, file, KERNEL, before, after), Case([700, 30], kv_heads=1), 1)
-
-
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS_OF_CLUSTERS, ["scores are overwritten"]))
-def test_a_planted_fault_of_clusters_is_detected(tmp_path, fault):
-    """More blocks than any ring has stages; scales above 2^7 in some of them."""
-    faulty = plant(tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *FAULTS_OF_CLUSTERS[fault])
-    assert detects(faulty, Case([30, 1000], kv_heads=1, value=huge_at_first), 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS_OF_TURNS)
-def test_a_planted_fault_of_turns_is_detected(tmp_path, fault):
-    faulty = plant(tmp_path, CLUSTERS_SHARED, OF_CLUSTERS, *FAULTS_OF_TURNS[fault])
-    assert detects(faulty, Case([30, 1700], kv_heads=1, value=huge_at_first), 2, alone=True)
-
-
-@pytest.mark.parametrize("fault", mostly_slow(FAULTS_OF_BF16, ["keys are overwritten"]))
-def test_a_planted_fault_of_a_bf16_cache_is_detected(tmp_path, fault):
-    faulty = plant(tmp_path, f"{OF_BF16}.cu", OF_BF16, *FAULTS_OF_BF16[fault])
-    assert detects(faulty, Case([30, 600], group=2, kv_heads=1, cache="bf16"), 2)
+    kernel, *change = FAULTS[fault]
+    others = tuple(other for other in FAULTY_CASES if other != kernel)
+    assert detects(native_emulator.plant(tmp_path, kernel, *change, others), *FAULTY_CASES[kernel]())
 
 
 @pytest.mark.parametrize("cache", ["fp8", "bf16"])

@@ -223,144 +223,60 @@ def test_wgrad_with_a_single_token_group(emulator, block, tokens):
     check(emulator, "wgrad", 270, 140, tokens, dtype=torch.float32, block=block, multiprocessors=2, seed=tokens)
 
 
-FPROP, WGRAD, DECODE, DECODE_PART = "fprop.cuh", "sm90_wgrad_1x128_1x128.cu", "sm90_decode_fprop.cu", "decode.cuh"
-WAIT = "sm90::wgmma_wait<0>(partial);\n"
-FPROP_RELEASE = """      if (c == kChunks - 1) {
+FPROP, RING = "fprop.cuh", "tile_ring.cuh"
+WAIT = "      sm90::wgmma_wait<0>(partial);\n"
+RELEASE = """      if (c == kChunks - 1) {
         ring.used(stage);
         ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
       }
 """
-WGRAD_RELEASE = """          if (c == kChunks - 1) {
-            if constexpr (Shape::kTurns) {
-              ring.template release<Shape::kCluster>(stage, lane);
-            } else {
-              ring.template release<Shape::kCluster>(stage, lane, place_of_releases);
-            }
-          }
-"""
-FPROP_NEXT = "if (!last) ring.wait_full((stage + 1) % kStages);"
-DECODE_WAIT = "    sm90::wgmma_wait<kYounger>(sums);\n"
+NEXT = "if (!last) ring.wait_full((stage + 1) % kStages);"
 LATE = "    sm90::sync_warp();  // else a late lane may miss"
-READ = "#pragma unroll\n    for (int i = 0; i < 4; ++i) {\n      const int r = 4 * i + lane / 8;\n"
+GIVES_BACK = "      if (lane < kCluster) sm90::barrier_arrive_in_cluster"
+READS_STAGING = "  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();\n"
+EXPECTED = "barrier_arrive_expect(full, Shape::kTileX + "
+SCALES = "kAtScalesW + 2 * kScalesW * 4"
 
-# Faults of order and of bounds: a GPU shows them rarely, and results alone might not. Wrong arithmetic needs no proof.
-# Kernel that runs, file -> fault -> its line or lines, replacement.
 FAULTS = {
-    ("fprop", "tile_ring.cuh"): {
-        "the producer starts with the wrong parity of a stage": ("(parity >> stage & 1) ^ 1", "parity >> stage & 1"),
-        "the empty barrier of a stage forgets the other block": (
-            "kReleases<kCluster, kConsumerWarps>);",
-            "kConsumerWarps);",
-        ),
-        "a warp gives a stage back while lanes of it read scales": (
-            "      sm90::sync_warp();\n      if (lane < kCluster) sm90::barrier_arrive_in_cluster",
-            "      if (lane < kCluster) sm90::barrier_arrive_in_cluster",
-        ),
-        "FProp's new barriers are not published": ("    sm90::fence_barrier_init();\n", ""),
-        "a lane of FProp's copying warp may look for its phase when the next one is over": (
-            LATE,
-            LATE.replace("sm90::sync_warp();", ""),
-        ),
-    },
-    ("fprop", FPROP): {
-        "FProp gives a stage back before its chain has finished": (
-            "      " + WAIT + FPROP_RELEASE,
-            FPROP_RELEASE + "      " + WAIT,
-        ),
-        "FProp does not wait for the next block": (FPROP_NEXT, ""),
-        "FProp waits for a block that the next tile brings": (FPROP_NEXT, FPROP_NEXT.removeprefix("if (!last) ")),
-        "FProp copies scales of W over those of a round that is not over": (
-            ("other = to + 4 * Shape::kScalesW;", "round_at = Shape::kScalesW - round_at;"),
-            ("other = to;", "round_at = 0;"),
-        ),
-        "blocks leave while others still arrive": ("if (Shape::kCluster > 1) sm90::sync_cluster();", ""),
-        "a warp leaves while the copy engine still reads its staging": (
-            "  if (acts_for_copies<Shape::kGrouped>(lane)) sm90::tma_store_wait_read();\n",
-            "",
-        ),
-        "the expected bytes miss a tile": (
-            "barrier_arrive_expect(full, Shape::kTileX + Shape::kTileW +",
-            "barrier_arrive_expect(full, Shape::kTileX +",
-        ),
-        "FProp's barriers lie where scales of W go": (
-            "kAtFull = kAtScalesW + 2 * kScalesW * 4",
-            "kAtFull = kAtScalesW + round_up(kScalesW * 4, 8)",
-        ),
-    },
-    ("wgrad", WGRAD): {
-        "WGrad gives a stage back before its chain has finished": (
-            "          " + WAIT + WGRAD_RELEASE,
-            WGRAD_RELEASE + "          " + WAIT,
-        ),
-        "a warpgroup of WGrad keeps its turn": ("if (lane == 0) sm90::barrier_arrive(other_turn);", ""),
-    },
-    ("fprop", "epilogue.cuh"): {
-        "staging is written while the copy engine still reads it": (
-            "  if (acts_for_copies<kElected>(lane)) sm90::tma_store_wait_read();\n",
-            "",
-        ),
-        "what the warp wrote to staging is not fenced from the copy engine": ("  sm90::fence_for_copies();\n", ""),
-    },
-    ("wgrad", "epilogue.cuh"): {
-        "staging is read before the warp has written it": ("    sm90::sync_warp();\n" + READ, READ)
-    },
-    ("fprop", "gemm.h"): {"the descriptor's eight-row stride is wrong": ("kStride = 1024 / 16", "kStride = 2048 / 16")},
-    ("decode", DECODE_PART): {
-        "the decode kernel promotes a stage whose chains still run": (
-            DECODE_WAIT,
-            DECODE_WAIT.replace("kYounger", "kYounger + 1"),
-        )
-    },
-    ("decode", DECODE): {
-        "the decode kernel copies a stage's scales before it is free": ("      if (met) ring.wait_empty();\n", ""),
-        "the decode kernel copies X while the previous kernel may write it": (
-            "    sm90::wait_for_previous_kernel();\n",
-            "",
-        ),
-    },
-    ("fprop", "pipeline.cuh"): {
-        "FProp's chain starts without a fence after the last use of its sums": ("  sm90::wgmma_fence();\n", "")
-    },
+    "a stage is given back early": ("fprop", FPROP, WAIT + RELEASE, RELEASE + WAIT),
+    "the next block is not waited for": ("fprop", FPROP, NEXT, ""),
+    "a block of the next tile is waited for": ("fprop", FPROP, NEXT, NEXT.removeprefix("if (!last) ")),
+    "blocks leave early": ("fprop", FPROP, "if (Shape::kCluster > 1) sm90::sync_cluster();", ""),
+    "a warp leaves while its staging is read": ("fprop", FPROP, READS_STAGING, ""),
+    "the expected bytes miss a tile": ("fprop", FPROP, f"{EXPECTED}Shape::kTileW +", EXPECTED),
+    "barriers lie where scales go": ("fprop", FPROP, SCALES, "kAtScalesW + round_up(kScalesW * 4, 8)"),
+    "lanes still read a stage": ("fprop", RING, f"      sm90::sync_warp();\n{GIVES_BACK}", GIVES_BACK),
+    "new barriers are not published": ("fprop", RING, "    sm90::fence_barrier_init();\n", ""),
+    "a late lane may miss its phase": ("fprop", RING, LATE, LATE.replace("sm90::sync_warp();", "")),
+    "staging is not fenced": ("fprop", "epilogue.cuh", "  sm90::fence_for_copies();\n", ""),
+    "a chain starts without a fence": ("fprop", "pipeline.cuh", "  sm90::wgmma_fence();\n", ""),
+    "a warpgroup keeps its turn": (
+        *("wgrad", "sm90_wgrad_1x128_1x128.cu", "if (lane == 0) sm90::barrier_arrive(other_turn);", ""),
+    ),
+    "X is copied early": ("decode", "sm90_decode_fprop.cu", "    sm90::wait_for_previous_kernel();\n", ""),
 }
-
-
-FAULT_PLACES = {fault: place for place, faults in FAULTS.items() for fault in faults}
-
-AT_AN_END = {
-    "a warp leaves while the copy engine still reads its staging",
-    "FProp's chain starts without a fence after the last use of its sums",
-    "the decode kernel copies X while the previous kernel may write it",
-}
+"""Fault -> kernel that runs, file, its line, replacement. One for each rule of the emulator that a GPU shows rarely and
+results alone might not: order, bounds, phases, fences. Wrong arithmetic needs no proof."""
+AT_AN_END = ("a warp leaves while its staging is read", "staging is not fenced", "a chain starts without a fence")
 """Faults of a tile's first or last K block and of the epilogue: two K blocks show them."""
-
-
-SAMPLE = (
-    "FProp gives a stage back before its chain has finished",
-    "WGrad gives a stage back before its chain has finished",
-    "the decode kernel copies X while the previous kernel may write it",
-)
+SAMPLE = ("a stage is given back early", "a warpgroup keeps its turn", "X is copied early")
 """One fault per kernel that every run plants."""
 
 
-@pytest.mark.parametrize("fault", mostly_slow(FAULT_PLACES, SAMPLE))
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))
 def test_a_planted_fault_is_detected(fault, tmp_path):
     """The same cases fail, under any seed, on a kernel with one wrong line.
 
     Ten K blocks go more than twice round four stages, two tiles of the decode kernel more than once round seven.
     """
-    kernel, file = FAULT_PLACES[fault]
-    line, wrong = FAULTS[kernel, file][fault]
+    kernel, file, line, wrong = FAULTS[fault]
     faulty = plant(tmp_path, f"sm90_{kernel}*", file, line, wrong)
-    decode = kernel == "decode"
-    rows = 60 if decode else 290
-    plan = {"block": 48 if decode else 256, "cluster": 0 if decode else 2, "multiprocessors": 2}
+    shape, plan = ((60, 264), {"block": 48}) if kernel == "decode" else ((290, 264), {"block": 256, "cluster": 2})
     plan |= {"dtype": torch.float32} if kernel == "wgrad" else {}  # where its warpgroups take turns
-
-    # WGrad's copying warp has late lanes only where TMA brings its scales, by the seed.
-    k = 144 if file == "epilogue.cuh" or fault in AT_AN_END else 1158
-    for seed in (0, 2) if line == LATE else (0, 1):
+    k = 144 if fault in AT_AN_END or kernel == "decode" else 1158
+    for seed in (0, 2) if line == LATE else (0, 1):  # the copying warp has late lanes where TMA brings its scales
         with pytest.raises((RuntimeError, AssertionError)):
-            check(faulty, kernel, rows, 264, k, **plan, seed=seed)
+            check(faulty, kernel, *shape, k, **plan, multiprocessors=2, seed=seed)
 
 
 def test_a_missing_compiler_raises_instead_of_skipping(monkeypatch):

@@ -266,47 +266,22 @@ def test_wgrad_visits_the_experts_back_and_forth(emulator, clusters):
 
 
 FPROP, DECODE, WGRAD = "grouped_fprop", "grouped_decode", "grouped_wgrad"
-
-# Kernel that runs, file -> fault -> its line, replacement.
+AT_THE_END = "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n"
+WAITS = "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for"
 FAULTS = {
-    (FPROP, "fprop.cuh"): {
-        "all tiles' places are written to one": ("kAtTiles + 16 * odd)", "kAtTiles + 0 * odd)"),
-        "rows of the next expert are stored": ("of_tile.row + kStoreRows <= of_tile.end", "true"),
-        "a tile's place lies where an int4 may not": ("round_up(kAtEmpty + 8 * kStages, 16)", "kAtEmpty + 8 * kStages"),
-    },
-    (FPROP, f"sm90_{FPROP}.cu"): {"the copy engine reads scales from any row on": ("segments.aligned && ", "")},
-    (DECODE, f"sm90_{DECODE}.cu"): {
-        "X is copied while the previous kernel may write it": (
-            "      sm90::wait_for_previous_kernel();\n      waited = true;\n    }\n    for",
-            "    }\n    waited = true;\n    for",
-        ),
-        "segments are read while the previous kernel may write them": (
-            "  if (!p.early) sm90::wait_for_previous_kernel();\n",
-            "",
-        ),
-        "a block without a tile leaves before the previous kernel ends": (
-            "  if (!waited) sm90::wait_for_previous_kernel();  // no tile for this block\n",
-            "",
-        ),
-        "W's copies of the first tile are asked for twice": (
-            "if (block >= early) load_w(ring, block);",
-            "load_w(ring, block);",
-        ),
-    },
-    (WGRAD, f"sm90_{WGRAD}.cu"): {
-        "experts are looked at before they are sorted": ("mine, 0};\n  }\n  sm90::sync_block();\n", "mine, 0};\n  }\n"),
-        "staging is overwritten before the warp has read it": (
-            "p.k, own_lane);\n      sm90::sync_warp();\n",
-            "p.k, own_lane);\n",
-        ),
-    },
+    "rows of the next expert are stored": (FPROP, "fprop.cuh", "of_tile.row + kStoreRows <= of_tile.end", "true"),
+    "a tile's place lies where an int4 may not": (
+        *(FPROP, "fprop.cuh", "round_up(kAtEmpty + 8 * kStages, 16)", "kAtEmpty + 8 * kStages"),
+    ),
+    "scales are read from any row on": (FPROP, f"sm90_{FPROP}.cu", "segments.aligned && ", ""),
+    "X is copied early": (DECODE, f"sm90_{DECODE}.cu", WAITS, "    }\n    waited = true;\n    for"),
+    "a block without a tile leaves early": (DECODE, f"sm90_{DECODE}.cu", AT_THE_END, ""),
+    "staging is overwritten": (
+        *(WGRAD, f"sm90_{WGRAD}.cu", "p.k, own_lane);\n      sm90::sync_warp();\n", "p.k, own_lane);\n"),
+    ),
 }
-FAULT_PLACES = {fault: place for place, faults in FAULTS.items() for fault in faults}
-SAMPLE = (
-    "rows of the next expert are stored",
-    "X is copied while the previous kernel may write it",
-    "staging is overwritten before the warp has read it",
-)
+"""Fault -> kernel that runs, file, its line, replacement."""
+SAMPLE = ("rows of the next expert are stored", "X is copied early", "staging is overwritten")
 """One fault per kernel that every run plants."""
 
 
@@ -315,12 +290,11 @@ def check_early(emulator: Emulator, **plan) -> None:
     check(emulator, DECODE, [3, 0, 9], 256, 5 * BLOCK, more=70, static_segments=True, **plan | {"multiprocessors": 12})
 
 
-@pytest.mark.parametrize("fault", mostly_slow(FAULT_PLACES, SAMPLE))
+@pytest.mark.parametrize("fault", mostly_slow(FAULTS, SAMPLE))
 def test_a_planted_fault_is_detected(fault, tmp_path):
     """The same cases fail on a kernel with one wrong line."""
-    kernel, file = FAULT_PLACES[fault]
-    line, wrong = FAULTS[kernel, file][fault]
-    faulty = plant(tmp_path, f"sm90_{kernel}*", file, line, wrong)
+    kernel, *change = FAULTS[fault]
+    faulty = plant(tmp_path, f"sm90_{kernel}*", *change)
     with pytest.raises((RuntimeError, AssertionError)):
         if kernel == WGRAD:
             check_wgrad(faulty, [2, 0, 1, 7, 0], 384, 256, block=256, cluster=2, multiprocessors=2)

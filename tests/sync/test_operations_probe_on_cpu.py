@@ -4,6 +4,7 @@
 faults in writes and reads of the KV cache."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -38,8 +39,6 @@ OPERATIONS = (
     "logits",
     "log_probs",
 )
-
-
 DECODES = {"bf16": "attention over a BF16 KV cache", "fp8": "attention over an FP8 KV cache"}
 """Cache -> name of the decode steps over it."""
 
@@ -140,52 +139,37 @@ def swapped(x: torch.Tensor) -> torch.Tensor:
     return x[[1, 0, *range(2, len(x))]]
 
 
-def faulty_write(fault: str, run):
-    """``run`` with a fault; it is called with queries, keys, values, parameters, pages and slots."""
-
-    def write(q, k, v, *others):
-        pages, slots = others[6:-1], others[-1]
-        others = (*others[:6], *pages)
-        if fault == "values of two tokens are swapped":
-            return run(q, k, swapped(v), *others, slots)
-        if fault == "keys are not normed":
-            written = run(q, k, v, *others, slots)
-            run(q, k, v, others[0], 2 * others[1], *others[2:], slots)
-            return written
-        if fault == "a token is not stored":
-            return run(q, k, v, *others, slots.clone().index_fill_(0, torch.tensor([7]), -1))
-        if fault == "a token is in its neighbour's slot":
-            return run(q, k, v, *others, swapped(slots))
-        written = run(q, k, v, *others, slots)
-        if fault == "queries are off by a bit":
-            return with_a_flipped_bit(written)
-        assert fault == "a scale is off by a power of two"
-        # The scale of token 0's first head.
-        page, unit_row = slots[0] // 16, slots[0] % 16
-        pages[0][page, 0, 0, 16 * 128 + unit_row] += 1
-        return written
-
-    return write
+def write_of_other_keys(run, q, k, v, *others):
+    written = run(q, k, v, *others)
+    run(q, k, v, others[0], 2 * others[1], *others[2:])
+    return written
 
 
-FAULTS_OF_WRITE = (
-    "values of two tokens are swapped",
-    "keys are not normed",
-    "a token is not stored",
-    "a token is in its neighbour's slot",
-    "queries are off by a bit",
-)
+def write_of_another_scale(run, q, k, v, *others):
+    written = run(q, k, v, *others)
+    pages, slots = others[6], others[-1]
+    pages[slots[0] // 16, 0, 0, 16 * 128 + slots[0] % 16] += 1  # of token 0's first head
+    return written
+
+
+FAULTS_OF_WRITE = {
+    "values of two tokens are swapped": lambda run, q, k, v, *others: run(q, k, swapped(v), *others),
+    "keys are not normed": write_of_other_keys,
+    "a token is not stored": lambda run, *call: run(*call[:-1], call[-1].clone().index_fill_(0, torch.tensor([7]), -1)),
+    "a token is in its neighbour's slot": lambda run, *call: run(*call[:-1], swapped(call[-1])),
+    "queries are off by a bit": lambda run, *call: with_a_flipped_bit(run(*call)),
+    "a scale is off by a power of two": write_of_another_scale,
+}
+"""Write with a fault, by the right ``run`` of queries, keys, values, six parameters, pages and slots."""
 
 
 @pytest.mark.parametrize(
-    ("cache", "fault"),
-    [(cache, fault) for cache in formats.CACHES for fault in FAULTS_OF_WRITE]
-    + [("fp8", "a scale is off by a power of two")],
+    ("cache", "fault"), [(c, f) for c in formats.CACHES for f in FAULTS_OF_WRITE if c == "fp8" or "scale" not in f]
 )
 def test_a_fault_in_the_cache_write_after_the_norm_is_named(monkeypatch, cache, fault):
     trainer = stated_operations(CPU, "shared", cache)
     name = {"bf16": "norm_rotary_write", "fp8": "norm_rotary_write_fp8"}[cache]
-    monkeypatch.setattr(kernels, name, faulty_write(fault, getattr(kernels, name)))
+    monkeypatch.setattr(kernels, name, partial(FAULTS_OF_WRITE[fault], getattr(kernels, name)))
     with pytest.raises(ContractViolation, match="contract check: norm_rotary of the shared operations differ"):
         verify(trainer, stated_operations(CPU, "shared", cache, rollout=True))
 
@@ -204,46 +188,24 @@ def test_a_fault_in_the_cache_write_without_a_norm_is_named(monkeypatch, cache, 
         verify(trainer, stated_operations(CPU, "shared", cache, rollout=True))
 
 
-def faulty_decode(fault: str, run):
-    """``run`` with a fault; it is called with queries, pages, lengths, a table and a scale."""
-
-    def decode(q, *others):
-        *pages, lengths, table, scale = others
-        if fault == "the scale is off":
-            return run(q, *pages, lengths, table, 1.01 * scale)
-        if fault == "the last token is ignored":
-            return run(q, *pages, (lengths - 1).clamp(min=1), table, scale)
-        if fault == "a token after the last is read":
-            return run(q, *pages, lengths + 1, table, scale)
-        if fault == "pages are rotated":
-            return run(q, *pages, lengths, table.roll(1, dims=1), scale)
-        if fault == "results of two requests are swapped":
-            outputs = run(q, *pages, lengths, table, scale)
-            return swapped(outputs) if len(q) > 1 else outputs
-        few = {"one request alone is wrong": len(q) == 1, "many requests are wrong": len(q) > 64}[fault]
-        outputs = run(q, *pages, lengths, table, scale)
-        return with_a_flipped_bit(outputs) if few else outputs
-
-    return decode
+FAULTS_OF_DECODE = {
+    "the scale is off": lambda run, *call: run(*call[:-1], 1.01 * call[-1]),
+    "the last token is ignored": lambda run, *call: run(*call[:-3], (call[-3] - 1).clamp(min=1), *call[-2:]),
+    "a token after the last is read": lambda run, *call: run(*call[:-3], call[-3] + 1, *call[-2:]),
+    "pages are rotated": lambda run, *call: run(*call[:-2], call[-2].roll(1, dims=1), call[-1]),
+    "results of two requests are swapped": lambda run, q, *o: swapped(run(q, *o)) if len(q) > 1 else run(q, *o),
+    "one request alone is wrong": lambda run, q, *o: with_a_flipped_bit(run(q, *o)) if len(q) == 1 else run(q, *o),
+    "many requests are wrong": lambda run, q, *o: with_a_flipped_bit(run(q, *o)) if len(q) > 64 else run(q, *o),
+}
+"""Decode with a fault, by the right ``run`` of queries, pages, lengths, a table and a scale."""
 
 
 @pytest.mark.parametrize("cache", formats.CACHES)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "the scale is off",
-        "the last token is ignored",
-        "a token after the last is read",
-        "pages are rotated",
-        "results of two requests are swapped",
-        "one request alone is wrong",
-        "many requests are wrong",
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS_OF_DECODE)
 def test_a_fault_in_decode_is_named(monkeypatch, cache, fault):
     trainer = stated_operations(CPU, "shared", cache)
     name = {"bf16": "decode_attention_bf16", "fp8": "decode_attention"}[cache]
-    monkeypatch.setattr(kernels, name, faulty_decode(fault, getattr(kernels, name)))
+    monkeypatch.setattr(kernels, name, partial(FAULTS_OF_DECODE[fault], getattr(kernels, name)))
     with pytest.raises(ContractViolation, match=f"contract check: {DECODES[cache]} of the shared operations differ"):
         verify(trainer, stated_operations(CPU, "shared", cache, rollout=True))
 

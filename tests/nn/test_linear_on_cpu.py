@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_experts_on_cpu import difference, saved
 from tiny_models import FAMILIES, tiny_config, tiny_model
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -37,10 +38,6 @@ def make(
     return JetLinear.replace(linear, FLOW, scale_rule=rule, backward=backward)
 
 
-def relative(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want).norm() / want.norm()).item()
-
-
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_each_gemm_equals_the_contract_in_float64(m, k, n, rule):
@@ -56,10 +53,10 @@ def test_each_gemm_equals_the_contract_in_float64(m, k, n, rule):
     x_colwise = dequantize_1x128(kernels.relayout_128x1(xq, rule)).double()
     dy_rowwise = dequantize_1x128(quantize_1x128(dy, rule)).double()
     dy_colwise = dequantize_1x128(quantize_128x1(dy, rule)).double()
-    assert relative(y, dequantize_1x128(xq).double() @ w.t() + layer.bias.detach().double()) < 2.5e-3
-    assert relative(x.grad, dy_rowwise @ w) < 2.5e-3
-    assert relative(layer.weight.grad, dy_colwise @ x_colwise.t()) < 2.5e-3
-    assert relative(layer.bias.grad, dy.double().sum(0)) < 1e-6
+    assert difference(y, dequantize_1x128(xq).double() @ w.t() + layer.bias.detach().double()) < 2.5e-3
+    assert difference(x.grad, dy_rowwise @ w) < 2.5e-3
+    assert difference(layer.weight.grad, dy_colwise @ x_colwise.t()) < 2.5e-3
+    assert difference(layer.bias.grad, dy.double().sum(0)) < 1e-6
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -181,18 +178,7 @@ def test_an_optimizer_step_requantizes_the_weight():
 
 
 def saved_bytes(module: nn.Module, function) -> int:
-    """Bytes that autograd saves, parameters and their views excluded."""
-    parameters = {parameter.data_ptr() for parameter in module.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.data_ptr() not in parameters:
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        function()
-    return sum(kept.values())
+    return sum(tensor.nbytes for tensor in saved(module, function))
 
 
 def test_the_saved_activation_has_half_the_bytes_of_bf16():
@@ -310,7 +296,7 @@ def test_layers_of_one_input_quantize_it_once_and_compute_the_same(calls, rule, 
         assert torch.equal(one.weight.grad, other.weight.grad)
         assert torch.equal(one.bias.grad, other.bias.grad)
     # Autograd adds the three gradients of X in BF16 in its own order.
-    assert relative(shared.grad, sum(leaf.grad.double() for leaf in own)) < 2**-7
+    assert difference(shared.grad, sum(leaf.grad.double() for leaf in own)) < 2**-7
 
 
 def test_layers_of_one_input_save_one_copy_of_its_qdata():

@@ -5,6 +5,7 @@ Both ranks run in this process with vLLM's own ``lm_head``; the gather is simula
 
 import pytest
 import torch
+from tensors import normal
 from tiny_models import tiny_config
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import logits_processor, vocab_parallel_embedding
@@ -16,10 +17,6 @@ from jetrl_verl import kernels
 from jetrl_verl.rollout import shared_operations
 
 VOCABULARY, K = 100, 256
-
-
-def normal(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensors import normal
 from vllm.config import CompilationConfig
 from vllm.model_executor.layers.attention import attention as vllms
 
@@ -17,10 +18,6 @@ from jetrl_verl.rollout.cpu_attention import FP8CPUAttention, SharedCPUAttention
 from jetrl_verl.rollout.flash_attention import FP8FlashAttention, SharedFlashAttention
 
 TOKENS, HEADS, KV_HEADS, EPS, LAYER = 5, 4, 2, 1e-6, "model.layers.0.self_attn.attn"
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
 
 
 def merged() -> tuple[torch.Tensor, tuple]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from patch_home import current, home, released
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
+from jetrl_verl.patches.equal_lengths import EQUAL_LENGTHS
 from jetrl_verl.patches.micro_batches import COLUMNS, SELECT
 
 LENGTHS = (5, 1, 7, 3, 3, 2)
@@ -136,3 +137,17 @@ def test_columns_that_a_pass_does_not_read_are_cut_for_a_users_loss_alone(micro_
         assert micro_batch["temperature"] == 0.7 and len(micro_batch["multi_modal_inputs"]) == len(micro_batch)
         assert {"input_ids", "position_ids", "loss_mask", "routed_experts"} <= set(micro_batch.keys())
     assert sum(micro_batch["input_ids"].values().numel() for micro_batch in steps) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (4,), (7, 7), (8, 8), (7, 5), (2, 2), (1, 3)], ids=str)
+def test_positions_of_mrope_keep_their_rows_in_sequences_of_one_length(lengths):
+    from verl.utils.tensordict_utils import index_select_tensor_dict
+
+    home(EQUAL_LENGTHS)
+    sequences = [torch.arange(4 * length).view(4, length) for length in lengths]
+    nested = torch.nested.as_nested_tensor(sequences, layout=torch.jagged)
+    batch = TensorDict({"position_ids": nested}, batch_size=[len(lengths)])
+    for _ in range(2):  # verl calls it for a batch and again for each mini-batch
+        current(EQUAL_LENGTHS)(batch)
+        batch = index_select_tensor_dict(batch, [*range(len(lengths))])
+    assert torch.equal(batch["position_ids"].values(), torch.cat(sequences, dim=1))

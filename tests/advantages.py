@@ -49,18 +49,8 @@ def compute_advantage(trainer: Any, monkeypatch, correction: dict) -> tuple[dict
     batch = Batch()
     monkeypatch.setattr(trainer, "tq", Queue)
     instance = object.__new__(type("Trainer", (trainer.PPOTrainer,), {"on_step_end": None, "on_sample_end": None}))
-    instance.config = OmegaConf.create(
-        {
-            "algorithm": {
-                "use_kl_in_reward": False,
-                "adv_estimator": "grpo",
-                "gamma": 1.0,
-                "lam": 1.0,
-                "rollout_correction": correction,
-            },
-            "actor_rollout_ref": {"rollout": {"n": 2}},
-        }
-    )
+    algorithm = dict(use_kl_in_reward=False, adv_estimator="grpo", gamma=1.0, lam=1.0, rollout_correction=correction)
+    instance.config = OmegaConf.create({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": 2}}})
     metrics: dict[str, float] = {}
     instance._compute_advantage(batch, metrics)
     return metrics, written

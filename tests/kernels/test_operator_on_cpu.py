@@ -19,24 +19,20 @@ from jetrl_verl.reference import QuantizedTensor
 X, WEIGHT = torch.randn(3, 128).bfloat16(), torch.ones(128).bfloat16()
 
 
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+class Names:
+    """A mode's record of what it sees."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
+    def record(self, func, types, args=(), kwargs=None):
+        self.names = [*getattr(self, "names", ()), str(func)]
         return func(*args, **(kwargs or {}))
 
 
-class Asked(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+class Seen(Names, TorchDispatchMode):
+    __torch_dispatch__ = Names.record
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
+
+class Asked(Names, TorchFunctionMode):
+    __torch_function__ = Names.record
 
 
 @pytest.fixture

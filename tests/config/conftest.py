@@ -1,6 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""``compose`` and ``stock``: verl's primary config with and without the plugin."""
+"""``compose`` and ``stock``: verl's primary config with and without the plugin; ``model``."""
+
+import json
 
 import pytest
 import verl.trainer.main_ppo  # noqa: F401  (the plugin registers itself through verl, as in a run)
@@ -9,8 +11,10 @@ from hydra import initialize_config_module
 from hydra._internal.config_repository import ConfigRepository
 from hydra_files import parsed_once  # noqa: F401  (for every test of this folder)
 from omegaconf import DictConfig
+from support_models import MODEL_CONFIG
 
-from jetrl_verl.config import attention
+from jetrl_verl.config import attention, composition
+from jetrl_verl.config import model as model_module
 
 
 @pytest.fixture(autouse=True)
@@ -42,3 +46,17 @@ def stock(compose, monkeypatch):
             return compose(*overrides, **options)
 
     return _compose
+
+
+@pytest.fixture
+def model(monkeypatch, tmp_path):
+    """A model folder without weights, in a driver that has said nothing; callable (changes of config.json) -> path."""
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(model_module, "_check_weight_files", lambda folder: None)
+    composition._say.cache_clear()
+
+    def build(changes=None) -> str:
+        (tmp_path / "config.json").write_text(json.dumps({**MODEL_CONFIG, **(changes or {})}))
+        return str(tmp_path)
+
+    return build

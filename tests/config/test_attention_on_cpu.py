@@ -3,11 +3,10 @@
 """The attention that the driver chooses for the trainer's models, with and without flash-attn."""
 
 import copy
-import json
 
 import pytest
 from omegaconf import OmegaConf
-from support_models import MODEL_CONFIG, MODELS
+from support_models import MODELS
 
 from jetrl_verl.config import attention, composition
 from jetrl_verl.config.attention import check_attention_package
@@ -25,8 +24,6 @@ NO_CRITIC = {"critic.enable": False}
 @pytest.fixture
 def flash_attention(monkeypatch):
     """Callable (packages that are installed), of which flash-attn is none by default."""
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    composition._say.cache_clear()
 
     def install(*packages: str) -> None:
         monkeypatch.setattr(attention, "installed_version", lambda package: "1" if package in packages else None)
@@ -36,12 +33,11 @@ def flash_attention(monkeypatch):
 
 
 @pytest.fixture
-def job(compose, flash_attention, tmp_path):
+def job(compose, flash_attention, model):
     """Callable (settings, changes of both models' config.json, precision) -> (config, job), resolved."""
 
     def _job(settings: dict, changes: dict | None = None, precision: str = "jet_fp8") -> tuple:
-        (tmp_path / "config.json").write_text(json.dumps(MODEL_CONFIG | (changes or {})))
-        paths = {f"{MODEL}.path": str(tmp_path), f"{CRITIC_MODEL}.path": str(tmp_path)}
+        paths = dict.fromkeys((f"{MODEL}.path", f"{CRITIC_MODEL}.path"), model(changes))
         composition._say.cache_clear()
         words = [f"++{key}={value}" for key, value in {**paths, **settings}.items()]
         config = compose(f"precision={precision}", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *words)
@@ -125,8 +121,7 @@ def test_an_attention_that_does_not_exist_is_refused_in_the_driver(
     check_attention_package("fp8_rollout", reader(config))
 
 
-def test_a_critic_that_the_named_attention_does_not_cover_is_refused(job, monkeypatch):
-    monkeypatch.setattr("jetrl_verl.config.model._check_weight_files", lambda folder: None)
+def test_a_critic_that_the_named_attention_does_not_cover_is_refused(job):
     config, resolved = job({CRITICS: "jetrl_varlen", ATTENTION: "sdpa"}, MODELS["sliding_window"], "fp8_rollout")
     with pytest.raises(UnsupportedConfiguration, match=f"whose layers attend to windows, .* Set {CRITICS}=sdpa.$"):
         check_models(resolved, reader(config))

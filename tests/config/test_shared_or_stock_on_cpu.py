@@ -3,7 +3,6 @@
 """What ``jetrl.operations=auto`` becomes and why, in a driver without a GPU."""
 
 import copy
-import json
 
 import pytest
 from hydra import compose as hydra_compose
@@ -22,8 +21,6 @@ MODEL = "actor_rollout_ref.model"
 ACTOR = "actor_rollout_ref.actor"
 VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 
-QWEN3 = {"model_type": "qwen3", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 128}
-
 
 @pytest.fixture(scope="module")
 def composed():
@@ -32,25 +29,7 @@ def composed():
 
 
 @pytest.fixture
-def model(tmp_path):
-    """Callable that writes a model's configuration with some keys changed; the folder."""
-
-    def write(**changes) -> str:
-        (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
-        return str(tmp_path)
-
-    return write
-
-
-@pytest.fixture(autouse=True)
-def driver(monkeypatch):
-    """A driver that has printed nothing yet."""
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    composition._say.cache_clear()
-
-
-@pytest.fixture
-def run(composed, capsys):
+def run(composed, model, capsys):
     """Callable (settings) -> (operations after resolution, stderr)."""
 
     def _run(settings: dict, operations: str = "auto") -> tuple[str, str]:
@@ -83,7 +62,7 @@ def test_the_backward_is_bf16_on_hopper_without_the_kernels(
 ):
     monkeypatch.setattr(composition, "_hopper_without_kernels", lambda: without_kernels)
     config = copy.deepcopy(composed)
-    for key, value in {f"{MODEL}.path": model(**changes), "jetrl.backward": "auto", **settings}.items():
+    for key, value in {f"{MODEL}.path": model(changes), "jetrl.backward": "auto", **settings}.items():
         OmegaConf.update(config, key, value)
     assert resolve(config).options.backward == config.jetrl.backward == backward
     assert ("jetrl.backward=auto is bf16" in capsys.readouterr().err) == (backward == "bf16")
@@ -230,13 +209,13 @@ def test_the_cpu_platform_makes_auto_stock(run, model, monkeypatch):
     ids=str,
 )
 def test_auto_is_stock_where_the_job_overrides_what_decides(run, model, overrides, reason):
-    operations, stderr = run({f"{MODEL}.path": model(num_hidden_layers=2), f"{MODEL}.override_config": overrides})
+    operations, stderr = run({f"{MODEL}.path": model(), f"{MODEL}.override_config": overrides})
     assert operations == "stock" and reason in stderr
 
 
 @pytest.mark.parametrize("node", [f"{MODEL}.override_config", f"{MODEL}.override_config.model_config"])
 def test_auto_is_shared_where_the_trainer_turns_dropout_off(run, model, node):
-    path = model(model_type="seed_oss", num_hidden_layers=2)
+    path = model({"model_type": "seed_oss"})
     published = {f"{MODEL}.path": path}
     attention, residual = run(published)[1].splitlines()
     assert attention == (
@@ -249,7 +228,7 @@ def test_auto_is_shared_where_the_trainer_turns_dropout_off(run, model, node):
 
 
 def test_overrides_that_no_operation_reads_keep_auto_shared(run, model):
-    settings = {f"{MODEL}.path": model(num_hidden_layers=2)}
+    settings = {f"{MODEL}.path": model()}
     overrides = {"attn_implementation": "sdpa", "attention_dropout": 0.0, "max_position_embeddings": 4096}
     settings |= {f"{MODEL}.override_config": overrides}
     assert run(settings)[0] == "shared"

@@ -16,8 +16,7 @@ from test_refusals_on_cpu import SENTENCE, changed
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from jetrl_verl.config import composition, environment, hopper_kernels, vllm_plugins
-from jetrl_verl.config import model as model_module
+from jetrl_verl.config import environment, hopper_kernels, vllm_plugins
 from jetrl_verl.config.composition import reader, resolve
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.model import (
@@ -46,20 +45,6 @@ from jetrl_verl.tools.memory.shapes import KNOWN
 (FP8,) = QUANTIZED_CACHES
 OPTIONS = JetConfig("jet_fp8", train="fp8", rollout="fp8", operations="shared")
 STOCK = ("precision=jet_fp8", "jetrl.operations=stock")
-
-
-@pytest.fixture
-def model(monkeypatch, tmp_path):
-    """A model folder without weights; callable (changes of config.json) -> path."""
-    monkeypatch.delenv("VERL_PLATFORM", raising=False)
-    monkeypatch.setattr(model_module, "_check_weight_files", lambda folder: None)
-    composition._say.cache_clear()
-
-    def build(changes=None) -> str:
-        (tmp_path / "config.json").write_text(json.dumps({**MODEL_CONFIG, **(changes or {})}))
-        return str(tmp_path)
-
-    return build
 
 
 def check(path: str, options: JetConfig = OPTIONS, ranks: int = 1) -> None:

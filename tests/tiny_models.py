@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny decoders for tests: every shape is a multiple of 128, every bias is random."""
 
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,25 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     tower = TINY_TOWER | OWN_TOWER[family] | {"out_hidden_size": fields["hidden_size"]}
     parts = dict(text_config=fields, vision_config=tower, tie_word_embeddings=fields["tie_word_embeddings"])
     return WITH_TOWER[family][0](**parts, **placeholders)
+
+
+def sequences_of(lengths: Iterable[int], seed: int = 0) -> list[torch.Tensor]:
+    """Tokens of a tiny model."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, 64, (n,), generator=generator) for n in lengths]
+
+
+def padded(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([len(s) for s in sequences])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64).masked_scatter_(mask, torch.cat(sequences))
+    return dict(input_ids=ids, attention_mask=mask.long(), position_ids=torch.arange(mask.shape[1]) * mask)
+
+
+def packed(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As verl's engine packs a micro-batch."""
+    positions = torch.cat([torch.arange(len(s)) for s in sequences])
+    return dict(input_ids=torch.cat(sequences)[None], position_ids=positions[None])
 
 
 def with_image(model: PreTrainedModel, text: list[int], grid: tuple[int, int] = (4, 8), seed: int = 0) -> dict:

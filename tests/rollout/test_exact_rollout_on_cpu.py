@@ -11,21 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 import vllm_engine
-from tiny_models import ALL, HYBRIDS, WITH_TOWER, tiny_model, with_preferences
+from streams import parts_of_model
+from tiny_models import ALL, HYBRIDS, WITH_TOWER, packed, padded, tiny_model, with_preferences
 from vllm_engine import sync
 
-from jetrl_verl import formats, kernels, models
+from jetrl_verl import kernels
 from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.options import JetConfig
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.nn.chunked_logits import mask_unused_vocabulary
 from jetrl_verl.nn.replace import replace_linears
-from jetrl_verl.rollout import qk_norm
-from jetrl_verl.sync.operations_probe import stated_operations
-from jetrl_verl.sync.quantize import quantize_stream
-from jetrl_verl.sync.statement import ContractViolation, Statement
+from jetrl_verl.reference import cache_shape
+from jetrl_verl.reference.kv_cache import cache_units
+from jetrl_verl.rollout import cpu_attention, qk_norm
+from jetrl_verl.sync.statement import ContractViolation
 from jetrl_verl.train.shared_operations import share_operations
-from jetrl_verl.train.weight_stream import stated_constants, sync_parts
 
 RULE = "fp32"
 VOCABULARY, TOKENS, BANNED = 100, 90, [88, 89]
@@ -102,19 +102,10 @@ def build_trainer(family: str, seed: int, kv_cache: str = "bf16"):
 
 def stream(family: str, seed: int, operations: str = "shared", kv_cache: str = "bf16"):
     model = build_policy(family, seed)
-    device = torch.get_default_device()
-    weights = quantize_stream(
-        ((n, w) for n, w in model.state_dict().items() if ".visual." not in n), plan_linears(model.config), RULE
-    )
-    names = models.family(model.config)
-    run = dict(mixture="fp8" if names.experts else None, variant=names.variant(model.config))
-    stated = stated_operations(device, operations, kv_cache, **run)
-    probe = formats.get("fp8").probe(device, RULE)
     if operations == "shared":
         share_operations(model)
     mask_unused_vocabulary(model, TOKENS, BANNED)
-    facts = dict(operations=stated, constants=stated_constants(model))
-    return sync_parts(weights, Statement(scale_rule=RULE, probe=probe, **facts))
+    return parts_of_model(model, operations=operations, kv_cache=kv_cache, rule=RULE)
 
 
 @dataclass
@@ -124,6 +115,7 @@ class Rollout:
     family: str
     llm: object
     worker: object
+    kv_cache: str = "bf16"
     chunks: int = 0
     preemptions: int = 0
     draws: int = 0
@@ -173,25 +165,32 @@ class Rollout:
         return self.llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
 
 
-@pytest.fixture(scope="module", params=ALL)
+EXACT = dict(train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
+ENGINES = {family: (family, JetConfig("jet_fp8_exact", **EXACT)) for family in ALL}
+ENGINES["FP8 cache"] = "qwen3", JetConfig("jet_fp8_exact", **EXACT, kv_cache="fp8")
+BASELINE = "baseline with an FP8 cache"
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def rollout(request, tmp_path_factory, cpu_platform):
+    baseline = "qwen3", JetConfig("fp8_rollout", train="bf16", rollout="fp8", kv_cache="fp8")
+    family, options = ENGINES.get(request.param, baseline)
     with vllm_engine.cpu_settings(), pytest.MonkeyPatch.context() as patch:
         import vllm.envs
         from vllm.distributed import cleanup_dist_env_and_memory
 
-        folder = tmp_path_factory.mktemp(request.param)
-        save_untrained(request.param, folder)
-        options = JetConfig("jet_fp8_exact", train="fp8", rollout="fp8", scale_rule=RULE, operations="shared")
+        folder = tmp_path_factory.mktemp(family)
+        save_untrained(family, folder)
         compiled = {}
-        if request.param in COMPILED:
+        if family in COMPILED:
             # AOT compilation saves Inductor's artifacts. vLLM reads its environment once a process.
             patch.setattr(vllm.envs, "VLLM_USE_AOT_COMPILE", False)
             backend = f"{__name__}.{cut_at_attention.__name__}"
             settings = {"mode": "DYNAMO_TRACE_ONCE", "backend": backend, "splitting_ops": list(VLLMS_SPLITTING)}
             compiled = dict(enforce_eager=False, compilation_config=settings)
-        llm, worker = vllm_engine.start(folder, options, load_format="dummy", **crowded(request.param), **compiled)
+        llm, worker = vllm_engine.start(folder, options, load_format="dummy", **crowded(family), **compiled)
         worker.monkey_patch_model(TOKENS, BANNED)
-        engine = Rollout(request.param, llm, worker)
+        engine = Rollout(family, llm, worker, options.kv_cache)
         engine.watch()
         yield engine
         del llm, worker
@@ -206,24 +205,17 @@ def prompts_with_shared_prefixes(seed: int) -> list[list[int]]:
     return prompts + [prefix + [chance.randrange(BANNED[0]) for _ in range(n)] for n in (1, 9, 20, 2)]
 
 
-def trainer_log_probs(model, sequences: list[list[int]], temperatures: list[float], packed: bool) -> list[torch.Tensor]:
+def trainer_log_probs(
+    model, sequences: list[list[int]], temperatures: list[float], is_packed: bool
+) -> list[torch.Tensor]:
     """Log-probabilities of each sequence's tokens from the second on, in one micro-batch."""
-    lengths = torch.tensor([len(s) for s in sequences])
-    if packed:
-        inputs = dict(
-            input_ids=torch.tensor([sum(sequences, [])]),
-            position_ids=torch.cat([torch.arange(n) for n in lengths])[None],
-        )
-    else:
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        ids = torch.zeros(mask.shape, dtype=torch.int64)
-        ids[mask] = torch.tensor(sum(sequences, []))
-        inputs = dict(input_ids=ids, attention_mask=mask, position_ids=torch.arange(mask.shape[1]) * mask)
+    lengths, rows = torch.tensor([len(s) for s in sequences]), [torch.tensor(s) for s in sequences]
+    inputs = (packed if is_packed else padded)(rows)
     with torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16):
         logits = model(**inputs, use_cache=False).logits
-        rows = logits[0] if packed else logits[mask]
-        following = torch.tensor(sum(sequences, [])).roll(-1)[:, None]
-        log_probs = kernels.log_probs(rows, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
+        logits = logits[0] if is_packed else logits[inputs["attention_mask"].bool()]
+        following = torch.cat(rows).roll(-1)[:, None]
+        log_probs = kernels.log_probs(logits, following, torch.tensor(temperatures).repeat_interleave(lengths))[:, 0]
     assert log_probs.requires_grad == torch.is_grad_enabled()
     return [part[:-1].detach() for part in log_probs.split(lengths.tolist())]
 
@@ -249,7 +241,7 @@ def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_ba
 
 @pytest.mark.parametrize("seed", [11, 12, pytest.param(13, marks=pytest.mark.slow)])
 def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
-    sync(rollout.worker, stream(rollout.family, seed))
+    sync(rollout.worker, stream(rollout.family, seed, kv_cache=rollout.kv_cache))
     rollout.llm.reset_prefix_cache()
     rollout.chunks = rollout.preemptions = rollout.draws = 0
     prompts = prompts_with_shared_prefixes(seed)
@@ -260,23 +252,27 @@ def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     assert rollout.draws >= 80, "each of two times 40 tokens is drawn by the shared sampler"
     assert all(token < BANNED[0] for output in outputs for token in output.outputs[0].token_ids)
 
-    model = build_trainer(rollout.family, seed)
+    model = build_trainer(rollout.family, seed, rollout.kv_cache)
     with torch.no_grad():
         assert differences(model, prompts, temperatures, outputs, packed=False, micro_batch=5) == 0
         assert differences(model, prompts, temperatures, again, packed=True, micro_batch=12) == 0
+        if rollout.kv_cache == "fp8":
+            of_bf16 = build_trainer(rollout.family, seed)
+            assert differences(of_bf16, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
     # In the forward that carries the gradient, in other micro-batches.
     assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=1) == 0
     assert differences(model, prompts, temperatures, again, packed=False, micro_batch=4) == 0
 
 
 def test_prompt_log_probabilities_are_equal_too(rollout):
-    sync(rollout.worker, stream(rollout.family, 14))
+    sync(rollout.worker, stream(rollout.family, 14, kv_cache=rollout.kv_cache))
     rollout.llm.reset_prefix_cache()
     prompt = prompts_with_shared_prefixes(14)[4]
     (output,) = rollout.generate([prompt], [1.0], prompt_logprobs=0)
     sampled = torch.tensor([e[token].logprob for e, token in zip(output.prompt_logprobs[1:], prompt[1:], strict=True)])
     with torch.no_grad():
-        (trained,) = trainer_log_probs(build_trainer(rollout.family, 14), [prompt], [1.0], packed=True)
+        model = build_trainer(rollout.family, 14, rollout.kv_cache)
+        (trained,) = trainer_log_probs(model, [prompt], [1.0], True)
     assert torch.equal(trained, sampled)
 
 
@@ -427,19 +423,82 @@ def test_one_stock_operation_makes_log_probabilities_differ(rollout, plant):
         assert differences(model, prompts, temperatures, outputs, packed=True, micro_batch=12) > 0
 
 
-@pytest.mark.parametrize("rollout", ["qwen3"], indirect=True)
-@pytest.mark.parametrize("broken", ["norm_rotary_write", "decode_attention_bf16"])
-def test_a_fault_in_cache_writes_or_reads_is_named_at_the_sync(rollout, monkeypatch, broken):
-    """No weight shows it: values of another token, or a wrong scale."""
+@pytest.mark.parametrize(
+    ("rollout", "broken", "place"),
+    [
+        *(("qwen3", "norm_rotary_write", 2), ("qwen3", "decode_attention_bf16", 0)),
+        *(
+            ("FP8 cache", "norm_rotary_write_fp8", 2),
+            ("FP8 cache", "write_kv", 1),
+            ("FP8 cache", "decode_attention", 0),
+        ),
+    ],
+    indirect=["rollout"],
+)
+def test_a_fault_in_cache_writes_or_reads_is_named_at_the_sync(rollout, monkeypatch, broken, place):
+    """No weight shows it: values of another token, or scaled queries."""
     stock = getattr(kernels, broken)
 
-    def write(q, k, v, *others):
-        return stock(q, k, v.roll(1, dims=0), *others)
+    def faulty(*call):
+        x = call[place]
+        return stock(*call[:place], x.roll(1, dims=0) if place else x * 1.0078125, *call[place + 1 :])
 
-    def decode(*call):
-        return stock(*call[:-1], 1.0078125 * call[-1])
-
-    monkeypatch.setattr(kernels, broken, write if broken == "norm_rotary_write" else decode)
-    name = "norm_rotary" if broken == "norm_rotary_write" else "attention over a BF16 KV cache"
+    monkeypatch.setattr(kernels, broken, faulty)
+    name = "norm_rotary" if broken.startswith("norm") else f"attention over an? {rollout.kv_cache.upper()} KV cache"
     with pytest.raises(ContractViolation, match=f"contract check: {name} of the shared operations differ"):
-        sync(rollout.worker, stream(rollout.family, 17))
+        sync(rollout.worker, stream(rollout.family, 17, kv_cache=rollout.kv_cache))
+
+
+# --- an FP8 cache ----------------------------------------------------------------------------------------------------
+
+of_fp8_cache = pytest.mark.parametrize("rollout", ["FP8 cache"], indirect=True)
+
+
+@of_fp8_cache
+def test_cache_pages_are_bytes_of_half_the_bf16_size(rollout):
+    runner = rollout.worker.model_runner
+    kv_heads = runner.model_config.get_num_kv_heads(runner.parallel_config)
+    pages, block_size = (vllm_engine.CROWDED[name] for name in ("num_gpu_blocks_override", "block_size"))
+    for cache in runner.kv_caches:
+        assert cache.dtype == torch.uint8 and cache_units(cache).shape == cache_shape(pages, block_size, kv_heads)
+    spec = next(iter(runner.get_kv_cache_spec().values()))
+    assert spec.page_size_bytes == 2 * block_size * kv_heads * 129
+    impl = runner.model.model.layers[0].self_attn.attn.impl
+    assert type(impl) is cpu_attention.FP8CPUAttention and impl.kv_cache_dtype == "auto"
+
+
+@of_fp8_cache
+def test_stale_bytes_in_the_cache_after_a_sleep_change_nothing(rollout):
+    """Pages are not initialized after waking up; here they are NaN as data and huge as scales."""
+    sync(rollout.worker, stream(rollout.family, 23, kv_cache="fp8"))
+    prompts = prompts_with_shared_prefixes(23)
+    for cache in rollout.worker.model_runner.kv_caches:
+        cache.fill_(255)
+    rollout.llm.reset_prefix_cache()
+    after = rollout.generate(prompts, [1.0] * len(prompts))
+    model = build_trainer(rollout.family, 23, "fp8")
+    with torch.no_grad():
+        assert differences(model, prompts, [1.0] * len(prompts), after, packed=True, micro_batch=12) == 0
+
+
+@of_fp8_cache
+def test_a_trainer_with_another_cache_is_refused_at_the_sync(rollout):
+    names = "attention over a BF16 KV cache, attention over an FP8 KV cache, norm_rotary"
+    with pytest.raises(ContractViolation, match=f"contract check: {names} of the shared operations differ"):
+        sync(rollout.worker, stream(rollout.family, 24))
+
+
+@pytest.mark.parametrize("rollout", [BASELINE], indirect=True)
+def test_a_baseline_has_the_fp8_cache_and_stock_operations(rollout):
+    sync(rollout.worker, stream(rollout.family, 26, operations="stock"))
+    model = rollout.worker.model_runner.model
+    assert type(model.model.norm).__module__.startswith("vllm.")
+    assert type(model.model.layers[0].self_attn.attn.impl) is cpu_attention.FP8CPUAttention
+    prompt = prompts_with_shared_prefixes(26)[4]
+    sampled = vllm_engine.prompt_log_probs(rollout.llm, prompt)
+    for layer in model.model.layers:
+        assert layer.self_attn.attn.get_kv_cache_spec(rollout.worker.vllm_config).dtype == torch.uint8
+    with torch.no_grad():
+        (trained,) = trainer_log_probs(build_trainer(rollout.family, 26), [prompt], [1.0], True)
+    # Each side has its own BF16 operations, and the rollout alone has FP8 keys and values.
+    assert 0 < (sampled - trained).abs().max() < 0.3

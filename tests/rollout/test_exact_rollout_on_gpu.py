@@ -41,14 +41,11 @@ def check_family(family: str, folder: str, kv_cache: str) -> None:
         **checks.crowded(family),
     )
     worker.monkey_patch_model(checks.TOKENS, checks.BANNED)
-    rollout = checks.Rollout(family, llm, worker)
+    rollout = checks.Rollout(family, llm, worker, kv_cache)
     rollout.watch()
     torch.set_default_device("cuda")
-    import test_fp8_cache_on_cpu as checks_of_fp8
-
-    check = (checks if kv_cache == "bf16" else checks_of_fp8).test_equal_in_every_bit_after_each_weight_update
     for seed in SEEDS:
-        check(rollout, seed)
+        checks.test_equal_in_every_bit_after_each_weight_update(rollout, seed)
         print(f"{family}, weights {seed}: equal; {rollout.chunks} chunks, {rollout.preemptions} preemptions")
     runners = [kind.__module__ for kind in type(worker.model_runner).__mro__]
     if "vllm.v1.worker.gpu_model_runner" in runners:  # vLLM's second model runner computes these itself

@@ -95,17 +95,22 @@ def build(
 SEQUENCES, TOKENS = 4, 24
 
 
-def tokens(seed: int) -> torch.Tensor:
-    return torch.randint(0, 64, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(seed))
+def tokens(seed: int, longest: int = TOKENS) -> torch.Tensor:
+    return torch.randint(0, 64, (SEQUENCES, longest), generator=torch.Generator().manual_seed(seed))
 
 
 def batch(
-    seed: int, lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES, packed: bool = True, pixels: torch.Tensor | None = None
+    seed: int,
+    lengths: tuple[int, ...] = (TOKENS,) * SEQUENCES,
+    packed: bool = True,
+    pixels: torch.Tensor | None = None,
+    micro_batches: int = 2,
+    temperature: float = 1.0,
 ) -> TensorDict:
-    """The ``seed``'s sequences in verl's jagged form, in two micro-batches.
+    """The ``seed``'s sequences in verl's jagged form.
 
     Args:
-        lengths: of the sequences, at most ``TOKENS``. packed: whether micro-batches are packed, else padded.
+        packed: whether micro-batches are packed, else padded.
         pixels: of an image of four tokens in the first sequence, for :func:`tiny_models.tiny_config`.
     """
     from verl.utils import tensordict_utils as tu
@@ -113,15 +118,14 @@ def batch(
     def jagged(rows: torch.Tensor) -> torch.Tensor:
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(rows, lengths)], layout=torch.jagged)
 
-    positions = torch.arange(TOKENS).expand(SEQUENCES, -1)
-    mask = torch.ones(SEQUENCES, TOKENS, dtype=torch.int64)
-    mask[:, 0] = 0  # the first token has no predecessor
+    ids = tokens(seed, longest := max(TOKENS, *lengths))
+    positions = torch.arange(longest).expand(SEQUENCES, -1)
+    mask = (positions > 0).long()  # the first token has no predecessor
     data = TensorDict(
-        {"input_ids": jagged(tokens(seed)), "position_ids": jagged(positions), "loss_mask": jagged(mask)},
-        batch_size=SEQUENCES,
+        {"input_ids": jagged(ids), "position_ids": jagged(positions), "loss_mask": jagged(mask)}, batch_size=SEQUENCES
     )
     if pixels is not None:
-        ids, rows = tokens(seed).clamp(max=59), torch.arange(TOKENS).expand(SEQUENCES, 4, -1).clone()
+        ids, rows = ids.clamp(max=59), positions.expand(4, SEQUENCES, -1).transpose(0, 1).clone()
         ids[0, 1:7] = torch.tensor([60, 62, 62, 62, 62, 61])
         rows[0, 1:, 2:6] = torch.tensor([[2, 2, 2, 2], [2, 2, 3, 3], [2, 3, 2, 3]])
         rows[0, 1:, 6:] -= 2
@@ -130,8 +134,8 @@ def batch(
         data["position_ids"] = torch.nested.nested_tensor_from_jagged(torch.cat(list(rows), 1), offsets, jagged_dim=2)
         image = dict(pixel_values=pixels, image_grid_thw=torch.tensor([[1, 4, 4]]))
         data["multi_modal_inputs"] = NonTensorStack(image, *({} for _ in range(SEQUENCES - 1)))
-    settings = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=SEQUENCES // 2, use_remove_padding=packed)
-    tu.assign_non_tensor(data, temperature=1.0, **settings)
+    settings = dict(micro_batch_size_per_gpu=SEQUENCES // micro_batches, use_remove_padding=packed)
+    tu.assign_non_tensor(data, temperature=temperature, use_dynamic_bsz=False, **settings)
     return data
 
 

@@ -11,7 +11,7 @@ import transformers
 from engines import build, merge_checkpoint, outputs, sent, train
 from peft import PeftModel
 from safetensors.torch import load_file
-from streams import Arrived
+from streams import same
 from tiny_models import tiny_model
 from two_processes import run_in_two_processes
 
@@ -19,13 +19,6 @@ from jetrl_verl.checkpoint.export import ExportOptions, export
 from jetrl_verl.train.weight_sync import WeightSync
 
 LORA = dict(lora_rank=8, lora_alpha=32)
-
-
-def same(x: Arrived, y: Arrived) -> bool:
-    """Whether two weight syncs have the same tensors, in every bit."""
-    return x.keys() == y.keys() and all(
-        torch.equal(t.view(torch.uint8), y[name].view(torch.uint8)) for name, t in x.items()
-    )
 
 
 def whole_state(engine) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engines import build
 from safetensors.torch import load_file
+from streams import same
 from test_engine_under_fsdp2_on_cpu import batch, sent, train
 from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
@@ -112,7 +113,7 @@ def test_int8_scales_of_the_first_sync_are_kept_and_checkpointed(rank, folder, t
         return sent(resumed)
 
     loaded = load(warnings=0)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in stream.items()), "qdata, scales and the rest"
+    assert same(loaded, stream), "qdata, scales and the rest"
     (checkpoint / KEPT_SCALES).unlink(missing_ok=True)
     loaded = load(warnings=int(rank == 0))
     assert all(torch.equal(loaded[n], quantize_int8(weights[n].to(torch.bfloat16)).qdata) for n in names), (

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_exact_trainer_on_cpu import packed, stock, tokens
+from test_exact_trainer_on_cpu import stock, tokens
+from tiny_models import packed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jetrl_verl.kernels.recomputation import LayerForward, layer_contexts

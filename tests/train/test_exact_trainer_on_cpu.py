@@ -3,9 +3,21 @@
 """The stock Hugging Face model with the shared operations: right gradients, one result per sequence in every batch.
 Equality with vLLM is tested in tests/rollout/test_exact_rollout_on_cpu.py."""
 
+from functools import partial
+
 import pytest
 import torch
-from tiny_models import ALL, WITH_TOWER, tiny_config, tiny_model, with_image, with_preferences
+from tiny_models import (
+    ALL,
+    WITH_TOWER,
+    packed,
+    padded,
+    sequences_of,
+    tiny_config,
+    tiny_model,
+    with_image,
+    with_preferences,
+)
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask
@@ -42,21 +54,7 @@ def shared(family: str, seed: int = 0, fp8: bool = True, images: bool = False):
     return model
 
 
-def tokens(seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
-
-
-def padded(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    lengths = torch.tensor([len(s) for s in sequences])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.zeros(mask.shape, dtype=torch.int64).masked_scatter_(mask, torch.cat(sequences))
-    return dict(input_ids=ids, attention_mask=mask.long(), position_ids=torch.arange(mask.shape[1]) * mask)
-
-
-def packed(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    positions = torch.cat([torch.arange(len(s)) for s in sequences])
-    return dict(input_ids=torch.cat(sequences)[None], position_ids=positions[None])
+tokens = partial(sequences_of, LENGTHS)
 
 
 @torch.no_grad()

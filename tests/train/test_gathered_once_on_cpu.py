@@ -10,6 +10,7 @@ import engines
 import pytest
 import torch
 from engines import build, gathers_counted, quantized, sent
+from streams import same
 from tiny_models import tiny_model, with_preferences
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -77,8 +78,7 @@ def test_weights_gathered_once_give_the_bits_of_those_gathered_each_pass(rank, j
     *others, other_weights = runs["batch"]
     assert all(torch.equal(a, b) for a, b in zip(first, others, strict=True))
     assert not torch.equal(first[0], first[2]), "nothing was learned"
-    assert weights.keys() == other_weights.keys()
-    assert all(torch.equal(x.view(torch.uint8), other_weights[name].view(torch.uint8)) for name, x in weights.items())
+    assert same(weights, other_weights)
 
 
 @in_two_processes

@@ -3,11 +3,13 @@
 """``attn_implementation=jetrl_varlen`` on packed and padded batches, and what it refuses; also how stock transformers
 reads packed batches."""
 
+from functools import partial
+
 import pytest
 import reference_operations as reference
 import torch
 from attention_cases import FORMS, LENGTHS, Attention, attended, operands
-from tiny_models import FAMILIES, tiny_config, tiny_model
+from tiny_models import FAMILIES, packed, padded, sequences_of, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -37,22 +39,7 @@ def test_values_and_gradients_are_those_of_the_formula(heads, kv_heads, head_dim
         torch.testing.assert_close(x.grad, exact_x.grad, rtol=0, atol=1e-11)
 
 
-def tokens() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 64, (n,), generator=generator) for n in LENGTHS]
-
-
-def packed(sequences: list[torch.Tensor]) -> dict[str, torch.Tensor | None]:
-    """As verl's engine packs a micro-batch."""
-    positions = torch.cat([torch.arange(len(s)) for s in sequences])
-    return dict(input_ids=torch.cat(sequences)[None], position_ids=positions[None], attention_mask=None)
-
-
-def padded(sequences: list[torch.Tensor]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    lengths = torch.tensor([len(s) for s in sequences])
-    real = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.zeros(real.shape, dtype=torch.int64).masked_scatter_(real, torch.cat(sequences))
-    return dict(input_ids=ids, attention_mask=real.long(), position_ids=torch.arange(real.shape[1]) * real), real
+tokens = partial(sequences_of, LENGTHS)
 
 
 def model(family: str, attention: str = JETRL_ATTENTION, **changes):
@@ -64,7 +51,8 @@ def model(family: str, attention: str = JETRL_ATTENTION, **changes):
 def test_packed_and_padded_logits_are_those_of_each_sequence_alone(family, attention):
     """Also with transformers' own, which reads packed sequences from positions and builds a mask ``[T, T]``."""
     decoder, sequences = model(family, attention), tokens()
-    batch, real = padded(sequences)
+    batch = padded(sequences)
+    real = batch["attention_mask"].bool()
     with torch.no_grad():
         alone = torch.cat([model(family, "eager")(input_ids=s[None], use_cache=False).logits[0] for s in sequences])
         torch.testing.assert_close(decoder(**packed(sequences), use_cache=False).logits[0], alone, rtol=0, atol=3e-6)
@@ -81,7 +69,8 @@ def test_gradients_are_those_of_the_padded_stock_model(checkpointing):
         logits.log_softmax(-1)[:, 3].sum().backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    batch, real = padded(tokens())
+    batch = padded(tokens())
+    real = batch["attention_mask"].bool()
     packed_gradients = gradients(model("qwen3"), packed(tokens()), torch.ones(1, sum(LENGTHS), dtype=torch.bool))
     for name, gradient in gradients(model("qwen3", "sdpa"), batch, real).items():
         torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-5)
@@ -97,7 +86,7 @@ def test_packing_is_computed_once_a_pass_even_with_recomputed_layers(monkeypatch
     decoder.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     decoder.train()
     for count in (1, 2):
-        batch = packed(tokens()) if form == "packed" else padded(tokens())[0]
+        batch = (packed if form == "packed" else padded)(tokens())
         decoder(**batch, use_cache=False).logits.sum().backward()
         assert len(calls) == count
     assert calls[0].cu_seqlens.tolist() == [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
@@ -117,7 +106,7 @@ def test_positions_changed_in_place_are_read_again():
 
 def test_varlen_attention_builds_no_mask():
     sequences = tokens()
-    (batch, real), positions = padded(sequences), packed(sequences)["position_ids"]
+    batch, positions = padded(sequences), packed(sequences)["position_ids"]
     for mask, position_ids in ((None, positions), (batch["attention_mask"], batch["position_ids"])):
         arguments = dict(
             inputs_embeds=torch.zeros(*position_ids.shape, 8),
@@ -128,7 +117,7 @@ def test_varlen_attention_builds_no_mask():
         stock = create_causal_mask(tiny_config("qwen3", attn_implementation="sdpa"), **arguments)
         assert stock.shape[-2:] == 2 * position_ids.shape[1:]
         varlen = create_causal_mask(tiny_config("qwen3", attn_implementation=JETRL_ATTENTION), **arguments)
-        assert varlen is None if mask is None else torch.equal(varlen, real)
+        assert varlen is None if mask is None else torch.equal(varlen, batch["attention_mask"].bool())
 
 
 def config(**changes):

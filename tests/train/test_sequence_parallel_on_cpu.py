@@ -9,8 +9,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 import torch.distributed as dist
-from engines import build
-from tensordict import TensorDict
+from engines import batch, build, outputs
 from tiny_models import tiny_model
 from two_processes import joined, run_in_processes, run_in_two_processes
 
@@ -20,30 +19,12 @@ LENGTHS = (7, 1, 40, 23)
 """71 tokens, a prime number: slices begin within a sequence."""
 
 
-def batch(packed: bool, micro_batches: int = 1) -> TensorDict:
-    """The sequences in verl's jagged form, in equal micro-batches."""
-    from verl.utils import tensordict_utils as tu
-
-    generator = torch.Generator().manual_seed(0)
-    rows = {
-        "input_ids": [torch.randint(0, 64, (length,), generator=generator) for length in LENGTHS],
-        "position_ids": [torch.arange(length) for length in LENGTHS],
-        "loss_mask": [(torch.arange(length) > 0).long() for length in LENGTHS],
-    }
-    jagged = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in rows.items()}
-    data = TensorDict(jagged, batch_size=len(LENGTHS))
-    size = len(LENGTHS) // micro_batches
-    cut = dict(use_dynamic_bsz=False, micro_batch_size_per_gpu=size, use_remove_padding=packed)
-    tu.assign_non_tensor(data, temperature=0.7, pad_token_id=0, **cut)
-    return data
+FORM = dict(lengths=LENGTHS, temperature=0.7)
 
 
 def log_probs(engine, packed: bool, micro_batches: int = 1) -> torch.Tensor:
-    """Of every sequence's tokens from the second on. verl's entry of a sequence's last token is about the next sequence
-    of its micro-batch."""
-    with engine.eval_mode():
-        rows = engine.infer_batch(batch(packed, micro_batches))["model_output"]["log_probs"]
-    return torch.cat([row[:-1] for row in rows.unbind()])
+    """Of every sequence's tokens from the second on."""
+    return outputs(engine, 0, packed=packed, micro_batches=micro_batches, **FORM)
 
 
 def step(engine, packed: bool, micro_batches: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
@@ -63,7 +44,8 @@ def step(engine, packed: bool, micro_batches: int = 1) -> tuple[float, dict[str,
 
     engine.optimizer_step = watched
     with engine.train_mode():
-        engine.train_batch(batch(packed, micro_batches), partial(sft_loss, None))
+        data = batch(0, packed=packed, micro_batches=micro_batches, **FORM)
+        engine.train_batch(data, partial(sft_loss, None))
     return float(norms[0]), gradients
 
 
@@ -105,7 +87,7 @@ def test_log_probabilities_are_those_of_one_rank(cpu_platform, tmp_path, family,
 
 def every_arrangement(rank: int, folder: str) -> None:
     options = dict(precision="jet_fp8_exact", operations="shared", optimizer={"lr": 1e-4}, rollout_ranks=2)
-    outputs, moved, norms, gradients = {}, {}, {}, {}
+    before, moved, norms, gradients = {}, {}, {}, {}
     for name, micro_batches, arrangement in (
         ("FSDP2", 1, {}),
         ("FSDP2, no activation recomputed", 1, dict(checkpointing=False)),
@@ -123,18 +105,18 @@ def every_arrangement(rank: int, folder: str) -> None:
         ("Ulysses under FSDP1, accumulated", 2, dict(strategy="fsdp", ulysses=2)),
     ):
         engine = build(folder, **options, **arrangement)
-        outputs[name] = log_probs(engine, True, micro_batches)
+        before[name] = log_probs(engine, True, micro_batches)
         if "ulysses" not in arrangement:
-            outputs[f"{name}, padded"] = log_probs(engine, False, micro_batches)
+            before[f"{name}, padded"] = log_probs(engine, False, micro_batches)
         norms[name], gradients[name] = step(engine, True, micro_batches)
         moved[name] = log_probs(engine, True, micro_batches)
     whole = build(folder, **options | dict(rollout_ranks=1))
-    assert not torch.equal(log_probs(whole, True), outputs["FSDP2"]), "sums of ranks are rounded"
-    for name, values in outputs.items():
-        assert torch.equal(values, outputs["FSDP2"]), name
+    assert not torch.equal(log_probs(whole, True), before["FSDP2"]), "sums of ranks are rounded"
+    for name, values in before.items():
+        assert torch.equal(values, before["FSDP2"]), name
     for name, values in moved.items():
         assert norms[name] == pytest.approx(norms["FSDP2"], rel=1e-3), name
-        assert not torch.equal(values, outputs["FSDP2"]), f"{name} took no step"
+        assert not torch.equal(values, before["FSDP2"]), f"{name} took no step"
         torch.testing.assert_close(values, moved["FSDP2"], atol=0.05, rtol=0.05)
     # Recomputed activations have the bits of stored ones.
     for stored in (name for name in norms if name.endswith(("no activation recomputed", "products kept"))):

@@ -10,8 +10,9 @@ from importlib import import_module
 import pytest
 import torch
 from backends import triton_kernels
+from fused_checks import assert_same_bytes
 from slow import slow
-from tensors import normal
+from tensors import normal, truncated
 
 from jetrl_verl import reference
 from jetrl_verl.kernels import dispatch
@@ -116,9 +117,7 @@ def test_route_and_permute_matches_its_separate_operations(tokens, experts, k, r
     wanted = reference.segments(experts_of, experts, 1)
     for name, actual, desired in zip(where._fields, where, wanted, strict=True):
         assert torch.equal(actual, desired), name
-    gathered = reference.gather_quantized(x, wanted.pair, k)
-    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
-    assert torch.equal(rows.scales, gathered.scales)
+    assert_same_bytes(rows, reference.gather_quantized(x, wanted.pair, k))
 
 
 def test_every_program_routes_alike_also_with_inf_and_nan():
@@ -139,12 +138,7 @@ def test_rows_are_gathered(align):
     quantized = reference.quantize_1x128(normal(11, 256), "fp32")
     for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
         got = triton_kernels.gather_quantized(QuantizedTensor(quantized.qdata, scales), pairs, 2)
-        assert_same_qdata(got, reference.gather_quantized(quantized, pairs, 2))
-
-
-def assert_same_qdata(got: QuantizedTensor, want: QuantizedTensor) -> None:
-    assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
-    assert torch.equal(got.scales, want.scales)
+        assert_same_bytes(got, reference.gather_quantized(quantized, pairs, 2))
 
 
 def before(start: torch.Tensor, rowwise: QuantizedTensor | None, colwise: QuantizedTensor | None):
@@ -179,7 +173,7 @@ def test_gradients_of_tokens_are_quantized_both_ways_in_segments(experts_of, exp
     for x in (dout, odd):
         got = triton_kernels.gather_quantize_1x128_and_128x1(x, where.pair, k, rule)
         for actual, desired in zip(before(where.start, *got), before(where.start, *want), strict=True):
-            assert_same_qdata(actual, desired)
+            assert_same_bytes(actual, desired)
 
 
 @pytest.mark.parametrize(("experts_of", "experts", "rule"), SEGMENTS_OF_128)
@@ -191,7 +185,7 @@ def test_qdata_of_tokens_are_laid_out_colwise_in_segments(experts_of, experts, r
     want = reference.relayout_128x1(reference.gather_quantized(quantized, where.pair, k), rule)
     for scales in (quantized.scales, quantized.scales.t().contiguous().t()):
         got = triton_kernels.gather_relayout_128x1(QuantizedTensor(quantized.qdata, scales), where.pair, k, rule)
-        assert_same_qdata(before(where.start, None, got)[1], before(where.start, None, want)[1])
+        assert_same_bytes(before(where.start, None, got)[1], before(where.start, None, want)[1])
 
 
 @pytest.mark.parametrize(("few", "k"), [(2**17, 1), (2**17, 8), (0, 2)])
@@ -216,21 +210,16 @@ def test_add_shared_expert():
         assert (dlogits - leaves[2].grad).abs().max() <= 1e-5 * leaves[2].grad.abs().max()
 
 
-def cut(x: torch.Tensor) -> torch.Tensor:
-    """Truncate to BF16, as the interpreter does; a GPU rounds."""
-    return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
-
-
 @pytest.mark.parametrize(("few", "ranks", "k"), [(2**17, 2, 8), (0, 2, 3), (2**17, 4, 1), (0, 1, 2)])
 def test_combine_of_ranks(few, ranks, k, monkeypatch):
     """FP32 sums are exact and need more bits than BF16 has: each rank's sum is rounded, then the total."""
     set_of(monkeypatch, "combine", _FEW_ELEMENTS=few)
     where = reference.segments(chosen(9, 8, k), 8, 16)
     y = torch.randint(-255, 256, (ranks, len(where.pair), 300)) * 2 ** torch.randint(0, 4, (ranks, 1, 300))
-    want = sum(cut(part[where.row.long()].sum(dim=1)) for part in y)
+    want = sum(truncated(part[where.row.long()].sum(dim=1)) for part in y)
     got = triton_kernels.combine_of_ranks(y.bfloat16(), where.row)
-    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), cut(want))
-    added_first = cut(sum(cut(rows.float()) for rows in y)[where.row.long()].sum(dim=1))
+    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), truncated(want))
+    added_first = truncated(sum(truncated(rows.float()) for rows in y)[where.row.long()].sum(dim=1))
     assert torch.equal(got.float(), added_first) == (ranks == 1 or k == 1)
 
 

@@ -17,6 +17,7 @@ from fused_checks import (
     check_norm_after_experts,
 )
 from slow import one_rule_fast, slow
+from tensors import truncated
 
 from jetrl_verl import reference
 from jetrl_verl.kernels.gemm_nt import TILES
@@ -101,10 +102,6 @@ def test_gemm_reads_the_layouts_that_the_quantizers_write(gemm):
 )
 def test_rank_products_are_rounded_and_added_in_order(ranks, with_bias):
     """Small integers, whose FP32 sums are exact; the interpreter truncates to BF16."""
-
-    def cut(x: torch.Tensor) -> torch.Tensor:
-        return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
-
     m, n, k = 70, 130, 4 * BLOCK
     a, b = (
         QuantizedTensor(torch.randint(-4, 5, (rows, k)).float().to(FP8_DTYPE), torch.ones(scale_rows, k // BLOCK))
@@ -114,12 +111,12 @@ def test_rank_products_are_rounded_and_added_in_order(ranks, with_bias):
     parts = [(x.qdata.double() @ w.qdata.double().t()) for x, w in zip(k_slices(a, ranks), k_slices(b, ranks))]
     if with_bias:
         parts[0] += bias.double()
-    total = cut(parts[0])
+    total = truncated(parts[0])
     for part in parts[1:]:
-        total += cut(part)
+        total += truncated(part)
     got = triton_kernels.gemm_nt_of_ranks(a, b, ranks, bias)
-    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), cut(total))
-    whole = cut(sum(parts))
+    assert got.dtype == torch.bfloat16 and torch.equal(got.float(), truncated(total))
+    whole = truncated(sum(parts))
     assert torch.equal(got.float(), whole) == (ranks == 1)
     for tile in TILES:
         assert torch.equal(triton_kernels.gemm_nt_of_ranks(a, b, ranks, bias, tile=tile), got)

@@ -36,6 +36,11 @@ def same_bytes(got: torch.Tensor, want: torch.Tensor) -> bool:
     return torch.equal(*(x.contiguous().view(torch.uint8) for x in (got, want)))
 
 
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Cut off to BF16, in FP32, as Triton's interpreter does; a GPU rounds."""
+    return (x.float().view(torch.int32) & -(2**16)).view(torch.float32)
+
+
 def of_every_size(x: torch.Tensor) -> torch.Tensor:
     """Tokens' heads times powers of two from 2^-40 to 2^20."""
     return x * 2.0 ** (torch.arange(len(x), device=x.device) % 61 - 40)[:, None, None].to(x.dtype)

@@ -37,15 +37,9 @@ HEALTHY = {
             ],
         }
     },
-    "verl": {
-        "version": "0.9.1",
-        "loaded": True,
-        "hydra": True,
-        "reason": "",
-        "patches": {"count": 3, "in_source": 0, "unfit": []},
-    },
-    "vllm": {"version": "0.24.0", "registered": True, "reason": ""},
-    "ray": {"version": "2.60.0", "complaint": ""},
+    "verl": {"findings": [("plugin in verl", OK, "loaded"), ("patches", OK, "all fit")]},
+    "vllm": {"findings": [("plugin in vLLM", OK, "registered")]},
+    "ray": {"findings": [("plugin in Ray workers", OK, "as here")]},
 }
 
 
@@ -240,41 +234,40 @@ def test_code_without_metadata_is_not_installed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("check", "part", "variable"),
-    [("check_vllm", "vllm", "VLLM_PLUGINS"), ("check_verl", "verl", "VERL_USE_EXTERNAL_PLUGINS")],
+    ("check", "variable"), [(asked.check_vllm, "VLLM_PLUGINS"), (asked.check_verl, "VERL_USE_EXTERNAL_PLUGINS")]
 )
-def test_a_filter_that_excludes_the_plugin_is_named(check, part, variable, monkeypatch):
-    monkeypatch.setenv(variable, "other, jetrl")
-    assert wrong(getattr(doctor, check)(HEALTHY[part])) == []
+def test_a_filter_that_excludes_the_plugin_is_named(check, variable, monkeypatch):
     monkeypatch.setenv(variable, "other")
-    finding = only(getattr(doctor, check)(HEALTHY[part]))
+    finding = only(check())
     assert finding.subject == variable and f"unset {variable}" in finding.fix
 
 
-def test_vllms_plugin_filter_hides_the_quantization_method(monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    assert doctor.ask("vllm")["registered"] is False
+@pytest.mark.parametrize("check", [asked.check_verl, asked.check_vllm])
+def test_missing_entry_points_are_wrong(check, monkeypatch):
+    monkeypatch.setattr(asked.metadata, "entry_points", lambda **selection: ())
+    finding = only(check())
+    assert "no entry point" in finding.detail and "pip install -e" in finding.fix
 
 
-@pytest.mark.parametrize(
-    ("check", "answer", "detail"),
-    [
-        ("check_verl", {"loaded": False, "reason": "ImportError: hydra"}, "ImportError: hydra"),
-        ("check_verl", {"hydra": False}, "Hydra does not know the group precision"),
-        ("check_vllm", {"registered": False, "reason": "ImportError: x"}, "quantization=jetrl_fp8 is unknown: ImportE"),
-        ("check_ray", {"complaint": "the workers have jetrl-verl 0.0.9; install it"}, "workers have jetrl-verl 0.0.9"),
-    ],
-)
-def test_a_plugin_that_a_process_did_not_load_is_wrong(check, answer, detail):
-    part = check.removeprefix("check_")
-    assert detail in only(getattr(doctor, check)(HEALTHY[part] | answer)).detail
+def test_a_plugin_that_a_process_did_not_load_is_wrong(monkeypatch):
+    import ray
+    from hydra._internal import config_loader_impl, hydra
 
+    def refused() -> None:
+        raise SystemExit("jetrl_verl: the workers have jetrl-verl 0.0.9; install it")
 
-def test_missing_entry_points_are_wrong(monkeypatch):
-    monkeypatch.setattr(doctor.metadata, "entry_points", lambda **selection: ())
-    for check, part in ((doctor.check_verl, "verl"), (doctor.check_vllm, "vllm")):
-        finding = only(check(HEALTHY[part]))
-        assert "no entry point" in finding.detail and "pip install -e" in finding.fix
+    monkeypatch.setattr(asked, "_load_error", lambda group: "ImportError: x")
+    monkeypatch.setattr(asked, "QUANT_METHOD", "jetrl_none")
+    assert only(asked.check_vllm()).detail == "quantization=jetrl_none is unknown: ImportError: x"
+    monkeypatch.delitem(sys.modules, "jetrl_verl.plugin", raising=False)
+    assert only(asked.check_verl()).detail == "ImportError: x"
+    monkeypatch.setitem(sys.modules, "jetrl_verl.plugin", sys)
+    monkeypatch.setattr(hydra, "ConfigLoaderImpl", config_loader_impl.ConfigLoaderImpl)
+    assert "Hydra does not know the group precision" in only(asked.check_verl()).detail
+    monkeypatch.setattr(ray, "init", lambda **options: None)
+    monkeypatch.setattr("jetrl_verl.config.workers.check_workers", refused)
+    refusal = Finding("plugin in Ray workers", WRONG, "the workers have jetrl-verl 0.0.9", "install it")
+    assert only(asked.check_ray()) == refusal
 
 
 def test_small_or_absent_shared_memory_is_wrong(monkeypatch, tmp_path):
@@ -288,7 +281,13 @@ def test_small_or_absent_shared_memory_is_wrong(monkeypatch, tmp_path):
 def test_the_command_prints_remedies_and_a_verdict(gpu_machine, monkeypatch):
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0 and result.stdout.strip().endswith("This machine runs every precision on 1 GPU.")
-    gpu_machine["ray"]["complaint"] = "a worker on 10.0.0.2 has jetrl-verl [old]; install the same version there"
+    refusal = [
+        "plugin in Ray workers",
+        WRONG,
+        "a worker on 10.0.0.2 has jetrl-verl [old]",
+        "install the same version there",
+    ]
+    gpu_machine["ray"]["findings"] = [refusal]
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "plugin in Ray workers: install the same version there" in result.stdout

@@ -9,14 +9,16 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
 import jetrl_verl
 from jetrl_verl.formats.catalog import FLOW, VLLM_METHODS
+from jetrl_verl.tools.doctor import NOTE, OK, WRONG, Finding
 
 ENTRY_POINT = "jetrl"
+REINSTALL = "install it again in this environment: `pip install -e /path/to/jetrl_verl`"
 
 QUANT_METHOD = VLLM_METHODS[FLOW]
 """Name of the flow's quantization method in vLLM."""
@@ -106,35 +108,63 @@ def _library() -> dict[str, Any]:
     return library
 
 
-def ask_verl() -> dict[str, Any]:
-    """Whether ``import verl`` loads the plugin: ``{"version", "loaded", "hydra", "reason", "patches"}``."""
+def _filtered_out(variable: str) -> Finding | None:
+    """A finding if the plugin filter in ``variable``, names with commas, excludes this plugin."""
+    names = os.environ.get(variable)
+    if names is None or (variable == "VERL_USE_EXTERNAL_PLUGINS" and names.strip().lower() in ("", "auto")):
+        return None
+    if ENTRY_POINT in [name.strip() for name in names.split(",")]:
+        return None
+    return Finding(
+        variable, WRONG, f"{names!r} leaves this plugin out", f"unset {variable}, or add {ENTRY_POINT} to it"
+    )
+
+
+def _unloadable(subject: str, group: str, variable: str) -> Finding | None:
+    """Why nothing loads the plugin by its entry point of ``group``, which the filter in ``variable`` may exclude."""
+    if metadata.entry_points(group=group, name=ENTRY_POINT):
+        return _filtered_out(variable)
+    return Finding(subject, WRONG, f"no entry point in the group {group}", REINSTALL)
+
+
+def check_verl() -> Iterator[Finding]:
+    """Whether ``import verl`` loads the plugin, Hydra then knows ``precision=``, and every patch of ``patches/`` fits
+    the installed verl and vLLM."""
     import hydra._internal.hydra
     import verl
 
     from jetrl_verl.patches import installed_states
     from jetrl_verl.patches.patch import PATCHED, STOCK
 
+    subject, group = "plugin in verl", "verl.plugins"
     loader = hydra._internal.hydra.ConfigLoaderImpl.__module__
+    if unloadable := _unloadable(subject, group, "VERL_USE_EXTERNAL_PLUGINS"):
+        yield unloadable
+    elif f"{jetrl_verl.__name__}.plugin" not in sys.modules:
+        reason = _load_error(group) or "verl did not load it and gives no reason"
+        yield Finding(subject, WRONG, reason, f"fix that error (verl hides it), or {REINSTALL}")
+    elif not loader.startswith(f"{jetrl_verl.__name__}."):
+        fix = "import verl before hydra is configured, and remove other plugins that replace Hydra's config loader"
+        yield Finding(subject, WRONG, "loaded, but Hydra does not know the group precision", fix)
+    else:
+        yield Finding(subject, OK, f"loaded by verl {verl.__version__}; Hydra knows precision=")
     states = installed_states()
-    return {
-        "version": verl.__version__,
-        "loaded": f"{jetrl_verl.__name__}.plugin" in sys.modules,
-        "hydra": loader.startswith(f"{jetrl_verl.__name__}."),
-        "reason": _load_error("verl.plugins"),
-        "patches": {
-            "count": len(states),
-            "in_source": sum(state == PATCHED for _, state in states),
-            "unfit": [
-                {"sentence": patch.mismatch(state), "needed": patch.needed}
-                for patch, state in states
-                if state not in (STOCK, PATCHED)
-            ],
-        },
-    }
+    unfit = [(patch, state) for patch, state in states if state not in (STOCK, PATCHED)]
+    for patch, state in unfit:
+        detail, _, fix = patch.mismatch(state).partition(". ")
+        yield Finding("patches", WRONG, detail, fix) if patch.needed else Finding("patches", NOTE, detail)
+    if not unfit:
+        fork = sum(state == PATCHED for _, state in states)
+        in_source = f", {fork} of them are in the installed source already" if fork else ""
+        yield Finding("patches", OK, f"all {len(states)} fit the installed verl and vLLM{in_source}")
 
 
-def ask_vllm() -> dict[str, Any]:
-    """Whether vLLM's plugin loader registers the quantization method: ``{"version", "registered", "reason"}``."""
+def check_vllm() -> Iterator[Finding]:
+    """Whether a process of vLLM knows this package's quantization method."""
+    subject, group = "plugin in vLLM", "vllm.general_plugins"
+    if unloadable := _unloadable(subject, group, "VLLM_PLUGINS"):
+        yield unloadable
+        return
     import vllm
     from vllm.plugins import load_general_plugins
 
@@ -142,26 +172,31 @@ def ask_vllm() -> dict[str, Any]:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 
     registered = QUANT_METHOD in QUANTIZATION_METHODS
-    if registered:
-        registered = get_quantization_config(QUANT_METHOD).__module__.startswith(f"{jetrl_verl.__name__}.")
-    reason = "" if registered else _load_error("vllm.general_plugins")
-    return {"version": vllm.__version__, "registered": registered, "reason": reason}
+    if registered and get_quantization_config(QUANT_METHOD).__module__.startswith(f"{jetrl_verl.__name__}."):
+        detail = f"quantization={QUANT_METHOD} is registered in the processes of vLLM {vllm.__version__}"
+        yield Finding(subject, OK, detail)
+    else:
+        reason = _load_error(group) or "another plugin has that name"
+        detail = f"quantization={QUANT_METHOD} is unknown: {reason}"
+        yield Finding(subject, WRONG, detail, f"fix that error, or {REINSTALL}")
 
 
-def ask_ray() -> dict[str, Any]:
-    """Start a local Ray and ask one worker for the plugin: ``{"version", "complaint"}``."""
+def check_ray() -> Iterator[Finding]:
+    """Whether a worker of a local Ray has the plugin in this version."""
     import ray
 
     from jetrl_verl.config.workers import check_workers
 
+    subject = "plugin in Ray workers"
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     try:
         check_workers()
+        yield Finding(subject, OK, f"{jetrl_verl.__version__}, as here (Ray {ray.__version__})")
     except SystemExit as refusal:
-        return {"version": ray.__version__, "complaint": str(refusal).removeprefix("jetrl_verl: ")}
+        detail, _, fix = str(refusal).removeprefix("jetrl_verl: ").partition("; ")
+        yield Finding(subject, WRONG, detail, fix or REINSTALL)
     finally:
         ray.shutdown()
-    return {"version": ray.__version__, "complaint": ""}
 
 
 def _load_error(group: str) -> str:
@@ -177,9 +212,9 @@ def _load_error(group: str) -> str:
 ASK: dict[str, Callable[[], dict[str, Any]]] = {
     "kernels": ask_kernels,
     "self_check": ask_self_check,
-    "verl": ask_verl,
-    "vllm": ask_vllm,
-    "ray": ask_ray,
+    "verl": lambda: {"findings": list(check_verl())},
+    "vllm": lambda: {"findings": list(check_vllm())},
+    "ray": lambda: {"findings": list(check_ray())},
 }
 _MARK = "jetrl-doctor-answer "
 

@@ -9,7 +9,6 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,11 @@ from jetrl_verl.config.installed import installed_version
 from jetrl_verl.config.support.limits import MIN_CAPABILITY, PINS
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from jetrl_verl.tools import bytecode
-from jetrl_verl.tools.doctor.asked import ASK, ENTRY_POINT, QUANT_METHOD, ask
+from jetrl_verl.tools.doctor import NOTE, OK, WRONG, Finding
+from jetrl_verl.tools.doctor.asked import ASK, REINSTALL, ask
 from jetrl_verl.tools.provenance import nvidia_smi
 
 DISTRIBUTION = "jetrl-verl"
-OK, NOTE, WRONG = "ok", "note", "wrong"
 
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MEMORY_BYTES = 2 * 2**30
@@ -38,23 +37,10 @@ SHARED_MEMORY_BYTES = 2 * 2**30
 GPU_FREE_SHARE = 0.5
 """verl's default of ``gpu_memory_utilization``; vLLM does not start with less free."""
 
-_REINSTALL = "install it again in this environment: `pip install -e /path/to/jetrl_verl`"
 
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        subject: what was checked. state: ``ok``, ``note`` (works, worth knowing) or ``wrong``.
-        detail: the result. fix: what to do; empty unless ``wrong``.
-    """
-
-    subject: str
-    state: str
-    detail: str
-    fix: str = ""
-
+_OF_VERL = f"install verl {PINS['verl']} and its pins"
+_OF_VLLM = f"install vllm {PINS['vllm']} and its pins; the error names the cause"
+_OF_RAY = "fix Ray, or leave it out with --no-ray; `ray stop` ends an earlier run's"
 
 SHARED = "shared operations"
 """Subject of the finding that they do not run here."""
@@ -73,10 +59,11 @@ def diagnose(ray: bool = True) -> list[Finding]:
         lambda: check_kernels(answers["kernels"]),
         lambda: check_self(answers["self_check"], answers["kernels"]),
         lambda: check_installation(),
-        lambda: check_verl(answers["verl"]),
-        lambda: check_patches(answers["verl"]),
-        lambda: check_vllm(answers["vllm"]),
-        lambda: check_ray(answers["ray"]) if ray else (),
+        lambda: of_process(
+            answers["verl"], "plugin in verl", "import verl", f"install verl {PINS['verl']} and its pins"
+        ),
+        lambda: of_process(answers["vllm"], "plugin in vLLM", "loading vLLM's plugins", _OF_VLLM),
+        lambda: of_process(answers["ray"], "plugin in Ray workers", "a local Ray", _OF_RAY) if ray else (),
         lambda: check_shared_memory(),
         lambda: check_bytecode(),
     ]
@@ -233,98 +220,23 @@ def check_installation() -> Iterator[Finding]:
     for distribution in metadata.distributions(name=DISTRIBUTION):
         versions.setdefault(distribution.version, []).append(str(distribution.locate_file("")))
     if not versions:
-        yield Finding(DISTRIBUTION, WRONG, f"{imported} is importable but not installed", _REINSTALL)
+        yield Finding(DISTRIBUTION, WRONG, f"{imported} is importable but not installed", REINSTALL)
     elif len(versions) > 1:
         listed = "; ".join(f"{version} in {places[0]}" for version, places in versions.items())
-        fix = f"`pip uninstall {DISTRIBUTION}` until none is left, then {_REINSTALL}"
+        fix = f"`pip uninstall {DISTRIBUTION}` until none is left, then {REINSTALL}"
         yield Finding(DISTRIBUTION, WRONG, f"installed in {len(versions)} versions: {listed}", fix)
     elif jetrl_verl.__version__ not in versions:
         detail = f"{imported} is version {jetrl_verl.__version__}, its metadata says {next(iter(versions))}"
-        yield Finding(DISTRIBUTION, WRONG, detail, _REINSTALL)
+        yield Finding(DISTRIBUTION, WRONG, detail, REINSTALL)
     else:
         yield Finding(DISTRIBUTION, OK, f"{jetrl_verl.__version__} in {imported}")
 
 
-def _filtered_out(variable: str) -> Finding | None:
-    """A finding if the plugin filter in ``variable``, names with commas, excludes this plugin."""
-    names = os.environ.get(variable)
-    if names is None or (variable == "VERL_USE_EXTERNAL_PLUGINS" and names.strip().lower() in ("", "auto")):
-        return None
-    if ENTRY_POINT in [name.strip() for name in names.split(",")]:
-        return None
-    return Finding(
-        variable, WRONG, f"{names!r} leaves this plugin out", f"unset {variable}, or add {ENTRY_POINT} to it"
-    )
-
-
-def _entry_point_missing(group: str) -> bool:
-    return not metadata.entry_points(group=group, name=ENTRY_POINT)
-
-
-def check_verl(answer: dict[str, Any]) -> Iterator[Finding]:
-    """Whether ``import verl`` loads the plugin and Hydra then knows ``precision=``."""
-    subject = "plugin in verl"
+def of_process(answer: dict[str, Any], subject: str, failed: str, fix: str) -> Iterator[Finding]:
+    """What a process of asked.py has found, or that it ``failed``."""
     if "error" in answer:
-        yield Finding(subject, WRONG, f"import verl: {answer['error']}", f"install verl {PINS['verl']} and its pins")
-    elif blocked := _filtered_out("VERL_USE_EXTERNAL_PLUGINS"):
-        yield blocked
-    elif _entry_point_missing("verl.plugins"):
-        yield Finding(subject, WRONG, "no entry point in the group verl.plugins", _REINSTALL)
-    elif not answer["loaded"]:
-        reason = answer["reason"] or "verl did not load it and gives no reason"
-        yield Finding(subject, WRONG, reason, f"fix that error (verl hides it), or {_REINSTALL}")
-    elif not answer["hydra"]:
-        fix = "import verl before hydra is configured, and remove other plugins that replace Hydra's config loader"
-        yield Finding(subject, WRONG, "loaded, but Hydra does not know the group precision", fix)
-    else:
-        yield Finding(subject, OK, f"loaded by verl {answer['version']}; Hydra knows precision=")
-
-
-def check_patches(answer: dict[str, Any]) -> Iterator[Finding]:
-    """Whether every patch of ``patches/`` fits the installed verl and vLLM."""
-    subject = "patches"
-    if "error" in answer:
-        return  # check_verl reports it
-    unfit = answer["patches"]["unfit"]
-    for entry in unfit:
-        detail, _, fix = entry["sentence"].partition(". ")
-        yield Finding(subject, WRONG if entry["needed"] else NOTE, detail, fix if entry["needed"] else "")
-    if not unfit:
-        fork = answer["patches"]["in_source"]
-        in_source = f", {fork} of them are in the installed source already" if fork else ""
-        yield Finding(subject, OK, f"all {answer['patches']['count']} fit the installed verl and vLLM{in_source}")
-
-
-def check_vllm(answer: dict[str, Any]) -> Iterator[Finding]:
-    """Whether a process of vLLM knows this package's quantization method."""
-    subject = "plugin in vLLM"
-    if blocked := _filtered_out("VLLM_PLUGINS"):
-        yield blocked
-    elif _entry_point_missing("vllm.general_plugins"):
-        yield Finding(subject, WRONG, "no entry point in the group vllm.general_plugins", _REINSTALL)
-    elif "error" in answer:
-        detail = f"loading vLLM's plugins: {answer['error']}"
-        yield Finding(subject, WRONG, detail, f"install vllm {PINS['vllm']} and its pins; the error names the cause")
-    elif not answer["registered"]:
-        reason = answer["reason"] or "another plugin has that name"
-        detail = f"quantization={QUANT_METHOD} is unknown: {reason}"
-        yield Finding(subject, WRONG, detail, f"fix that error, or {_REINSTALL}")
-    else:
-        detail = f"quantization={QUANT_METHOD} is registered in the processes of vLLM {answer['version']}"
-        yield Finding(subject, OK, detail)
-
-
-def check_ray(answer: dict[str, Any]) -> Iterator[Finding]:
-    """Whether a worker of a local Ray has the plugin in this version."""
-    subject = "plugin in Ray workers"
-    if "error" in answer:
-        fix = "fix Ray, or leave it out with --no-ray; `ray stop` ends an earlier run's"
-        yield Finding(subject, WRONG, f"a local Ray: {answer['error']}", fix)
-    elif answer["complaint"]:
-        detail, _, fix = answer["complaint"].partition("; ")
-        yield Finding(subject, WRONG, detail, fix or _REINSTALL)
-    else:
-        yield Finding(subject, OK, f"{jetrl_verl.__version__}, as here (Ray {answer['version']})")
+        yield Finding(subject, WRONG, f"{failed}: {answer['error']}", fix)
+    yield from (Finding(*finding) for finding in answer.get("findings", ()))
 
 
 def check_shared_memory() -> Iterator[Finding]:
@@ -373,7 +285,7 @@ def verdict(findings: Iterable[Finding]) -> str:
 def as_json(findings: list[Finding]) -> str:
     """The report as JSON: ``{"ok", "verdict", "findings": [{"subject", "state", "detail", "fix"}]}``."""
     ok = all(finding.state != WRONG for finding in findings)
-    report = {"ok": ok, "verdict": verdict(findings), "findings": [asdict(finding) for finding in findings]}
+    report = {"ok": ok, "verdict": verdict(findings), "findings": [finding._asdict() for finding in findings]}
     return json.dumps(report, indent=2)
 
 

@@ -3,6 +3,8 @@
 """Files and folders that a user hands over: what is wrong with one becomes a sentence. Imports no framework."""
 
 import json
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,6 +45,20 @@ def check_new_folder(path: Path, option: str) -> None:
     with writing(path, option):
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"{option} {path} exists and is not an empty folder. Name another one, or remove it.")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path``, absent or empty, at the end of the body, or goes if that raises."""
+    building = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        building.mkdir(parents=True)
+        yield building
+        if path.exists():
+            path.rmdir()
+        building.rename(path)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def load_json(path: str | Path, kind: type = dict) -> Any:

@@ -14,7 +14,6 @@ it, in FP32 before the one rounding; the FP8 folder with it, or its qdata would 
 import contextlib
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +35,7 @@ from jetrl_verl.config.support.table import model_refusal
 from jetrl_verl.formats import UNQUANTIZED
 from jetrl_verl.formats.format import QuantizedWeight
 from jetrl_verl.formats.sums import row_sums
-from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading, writing
+from jetrl_verl.inputs import UserError, check_new_folder, load_json, new_folder, reading, writing
 from jetrl_verl.models import family, model_types
 from jetrl_verl.models.adapters import factors_of, is_factor, stock_name
 from jetrl_verl.models.families.base import Experts, Family, place
@@ -143,20 +142,13 @@ def export(checkpoint: Path, out: Path, options: ExportOptions, shard_bytes: int
     if opened.config.get("quantization_config"):
         raise UserError(f"{source} is already quantized (quantization_config); name the trained BF16 or FP32 weights.")
 
-    building = out.with_name(f".{out.name}-{os.getpid()}")
-    try:
-        with writing(out, "OUT"):
-            written = []
-            for name in names:
-                below = name if len(names) > 1 else ""
-                (building / below).mkdir(parents=True)
-                exported = _write(opened, building / below, plans if name != UNQUANTIZED else {}, options, shard_bytes)
-                written.append(replace(exported, folder=out / below))
-            if out.exists():
-                out.rmdir()
-            building.rename(out)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    written = []
+    with writing(out, "OUT"), new_folder(out) as building:
+        for name in names:
+            below = name if len(names) > 1 else ""
+            (building / below).mkdir(exist_ok=True)
+            exported = _write(opened, building / below, plans if name != UNQUANTIZED else {}, options, shard_bytes)
+            written.append(replace(exported, folder=out / below))
     return written
 
 

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_checkpoint, latest_step, no_trainer_state
-from jetrl_verl.inputs import UserError, check_new_folder, load_json, reading
+from jetrl_verl.inputs import UserError, check_new_folder, load_json, new_folder, reading
 from jetrl_verl.patches.checkpoint_tracker import TRACKER_FILE
 
 _SHARDED = ("model", "optim")
@@ -412,12 +412,10 @@ def _write_in_place(roles: list[_Role], gpus: int) -> list[Resharded]:
 
 def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> list[Resharded]:
     """``out`` with this one step, everything but the old ranks' files copied, and verl's tracker."""
-    building = out.with_name(f".{out.name}-{os.getpid()}")
-    name = step.absolute().name
-    try:
+    name, written = step.absolute().name, []
+    with new_folder(out) as building:
         copied = building / name
         shutil.copytree(step, copied, ignore=lambda _, names: [file for file in names if _FILE.fullmatch(file)])
-        written = []
         for role in roles:
             folder = copied / role.folder.name
             facts = role.write(folder, gpus)
@@ -425,11 +423,6 @@ def _write_elsewhere(step: Path, roles: list[_Role], gpus: int, out: Path) -> li
             (folder / "fsdp_config.json").write_text(json.dumps(config | {"world_size": gpus}, indent=4))
             written.append(Resharded(out / name / folder.name, role.ranks, gpus, role.replicas, *facts))
         (building / TRACKER_FILE).write_text(name.removeprefix("global_step_"))
-        if out.exists():
-            out.rmdir()
-        building.rename(out)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
     return written
 
 

@@ -7,12 +7,10 @@ The folder is named by a hash of all settings and of the code that uses them, on
 import fcntl
 import hashlib
 import json
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from jetrl_verl.inputs import load_json, reading, writing
+from jetrl_verl.inputs import load_json, new_folder, reading, writing
 from jetrl_verl.tools.demo import policy, task, warmup
 from jetrl_verl.tools.demo.policy import PolicyConfig
 from jetrl_verl.tools.demo.task import TaskConfig
@@ -82,14 +80,9 @@ def make(recipe: Recipe, cache: Path, device: str) -> Prepared:
                 fcntl.flock(lock, fcntl.LOCK_EX)
         if (made := find(recipe, cache)) is not None:
             return made
-        with writing(cache, "--cache"):
-            building = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
-        try:
+        with new_folder(_folder(recipe, cache)) as building:
             facts = _fill(recipe, building, device)
             (building / "facts.json").write_text(json.dumps(facts, indent=2))
-            building.rename(_folder(recipe, cache))
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
     return Prepared(_folder(recipe, cache).resolve(), facts)
 
 

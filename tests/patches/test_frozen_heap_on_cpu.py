@@ -37,10 +37,13 @@ def test_a_start_freezes_what_it_built_and_leaves_no_garbage(cpu_platform, monke
     names = ("module", "optimizer", "lr_scheduler", "checkpoint_config", "_is_offload_param", "_is_offload_optimizer")
     model = SimpleNamespace(get_processor=lambda: None, trust_remote_code=False)
     start = SimpleNamespace(**dict.fromkeys(names), **dict.fromkeys(methods, build), model_config=model)
+    thresholds = gc.get_threshold()
     try:
         for _ in range(2):
             gone += map(weakref.ref, built)
             current(patch)(start)
             assert not any(node() for node in gone) and not any(item is built[0] for item in gc.get_objects())
+        assert gc.get_threshold()[:2] == thresholds[:2] and gc.get_threshold()[2] > thresholds[2]
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)

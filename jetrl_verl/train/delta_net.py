@@ -62,13 +62,10 @@ def _core(
         qkv = kernels.causal_conv1d(qkv.flatten(1), taps.flatten(0, 1), packing.cu_seqlens)
         return kernels.gated_delta_rule(qkv, b, a, *decay, packing.cu_seqlens)
 
-    if packing.tokens is not None:
-        real = rule(*(x.index_select(0, packing.tokens) for x in (qkv, b, a)))
-        return real.new_zeros(len(qkv), *real.shape[1:]).index_copy(0, packing.tokens, real)
     if sequence_parallel.ranks() > 1:
         kinds = (self.num_k_heads, self.num_k_heads, self.num_v_heads)
         qkv = sequence_parallel.join_heads(*qkv.split(kinds, dim=1))
         taps = torch.cat([sequence_parallel.of_rank(heads) for heads in taps.split(kinds)])
         b, a = (x.squeeze(2) for x in sequence_parallel.by_heads(b.unsqueeze(2), a.unsqueeze(2)))
         decay = [sequence_parallel.of_rank(x) for x in decay]
-    return sequence_parallel.by_tokens(rule(qkv, b, a))
+    return sequence_parallel.by_tokens(packing.of_real(rule, qkv, b, a))

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the sequences of a batch begin, computed once per forward pass, since it waits for the device."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,3 +39,10 @@ class Packing:
             first = lengths.cumsum(0) - lengths
         cu_seqlens = torch.cat([first, first.new_tensor([total])]).to(torch.int32)
         return cls(tokens, cu_seqlens, int(cu_seqlens.diff().max()))
+
+    def of_real(self, function: Callable[..., torch.Tensor], *rows: torch.Tensor) -> torch.Tensor:
+        """``function`` of the real tokens' rows, ``[B * T, ...]`` each; its result is zero at padding."""
+        if self.tokens is None:
+            return function(*rows)
+        real = function(*(x.index_select(0, self.tokens) for x in rows))
+        return real.new_zeros(len(rows[0]), *real.shape[1:]).index_copy(0, self.tokens, real)

@@ -174,14 +174,8 @@ def _attention_forward(
         q, k = kernels.norm_rotary(q, k, *of_norm, *position_embeddings, family.unit_offset)
     else:
         q, k = kernels.rotary(q, k, *position_embeddings)
-    if packing.tokens is None:
-        q, k, v = sequence_parallel.by_heads(q, k, v)
-        out = self.core(q, k, v, packing.cu_seqlens, packing.max_seqlen)
-        out = sequence_parallel.by_tokens(out)
-    else:
-        q_real, k_real, v_real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        real = self.core(q_real, k_real, v_real, packing.cu_seqlens, packing.max_seqlen)
-        out = torch.zeros_like(q).index_copy(0, packing.tokens, real)
+    sequences, heads = (packing.cu_seqlens, packing.max_seqlen), sequence_parallel.by_heads(q, k, v)
+    out = sequence_parallel.by_tokens(packing.of_real(lambda *real: self.core(*real, *sequences), *heads))
     output, shape = linear_in(self, leaf(family.o)), hidden_states.shape[:-1]
     if gate is None:
         return output(out.reshape(*shape, -1)), None

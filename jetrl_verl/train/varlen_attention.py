@@ -109,13 +109,10 @@ def attend(
     if what := without_kernel(q, k, v):
         refuse("varlen_call", what=f"attention with {what}")
     scale = head_dim**-0.5 if scaling is None else scaling
-    if packing.tokens is None:
-        out = varlen_attention(q, k, v, packing.cu_seqlens, packing.max_seqlen, scale)
-    else:
-        real = (x.index_select(0, packing.tokens) for x in (q, k, v))
-        out = varlen_attention(*real, packing.cu_seqlens, packing.max_seqlen, scale)
-        out = out.new_zeros(q.shape).index_copy(0, packing.tokens, out)
-    out = out.view(rows, length, heads, head_dim)
+    sequences = packing.cu_seqlens, packing.max_seqlen, scale
+    out = packing.of_real(lambda *heads: varlen_attention(*heads, *sequences), q, k, v).view(
+        rows, length, heads, head_dim
+    )
     return (sequence_parallel.by_tokens(out[0])[None] if split else out), None
 
 

@@ -58,8 +58,8 @@ from jetrl_verl.models import family
 from jetrl_verl.models.plan import plan_linears
 from jetrl_verl.rollout.arguments import vllm_arguments
 from jetrl_verl.sync import wire
-from jetrl_verl.sync.quantize import format_of
-from jetrl_verl.sync.wire import SyncStatistics
+from jetrl_verl.sync.quantize import format_of, quantize_stream
+from jetrl_verl.sync.wire import SyncStatistics, packed
 from jetrl_verl.tools.provenance import provenance
 from jetrl_verl.train import gather
 
@@ -223,7 +223,7 @@ class Trainer:
 
     def stream(self, options: JetConfig | None, sizes: SyncStatistics) -> Iterator[tuple[str, torch.Tensor]]:
         """What verl's engine sends, or this package's (``get_per_tensor_param`` of both)."""
-        from jetrl_verl.train.weight_stream import weight_stream
+        from jetrl_verl.train.weight_stream import statement_of, sync_parts
 
         if options is None:
             weights = self.model.state_dict()
@@ -233,8 +233,9 @@ class Trainer:
                 for name, value in weights.items()
             )
         weights = self._gather.stream(self.model.state_dict(keep_vars=True), DEVICE, sizes)
-        facts = dict(constants=self._constants, tied=self._gather.tied)
-        return weight_stream(weights, options, self.plans, DEVICE, sizes, metrics=self._changes, **facts)
+        statement = statement_of(options, self.plans, DEVICE, constants=self._constants, tied=self._gather.tied)
+        quantized = quantize_stream(weights, self.plans, options.scale_rule)
+        return packed(sync_parts(quantized, statement, self._changes), sizes)
 
 
 def rollout_worker(folder: str, options: JetConfig | None) -> Any:

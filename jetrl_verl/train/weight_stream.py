@@ -1,9 +1,8 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""An actor's weight sync, from gathered weights to pieces of the wire: quantize, state, pack."""
+"""An actor's part of a weight sync: its constants, its statement, and the parts in sending order."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,10 +18,10 @@ from jetrl_verl.nn.chunked_logits import used_vocabulary
 from jetrl_verl.sync.constants import constants_of
 from jetrl_verl.sync.finite import FiniteCheck
 from jetrl_verl.sync.operations_probe import stated_operations, stated_probe, stated_reduction
-from jetrl_verl.sync.quantize import Weight, quantize_stream
+from jetrl_verl.sync.quantize import Weight
 from jetrl_verl.sync.stacks import Name
 from jetrl_verl.sync.statement import Statement, compare_ranks, statement_parts
-from jetrl_verl.sync.wire import Part, SyncStatistics, packed, parts_of_weight
+from jetrl_verl.sync.wire import Part, parts_of_weight
 
 
 def stated_constants(model: nn.Module) -> dict[str, Any]:
@@ -47,53 +46,41 @@ def stated_constants(model: nn.Module) -> dict[str, Any]:
     )
 
 
-def weight_stream(
-    weights: Iterable[tuple[Name, torch.Tensor]],
+def statement_of(
     options: JetConfig,
     plans: Mapping[str, LinearPlan],
     device: torch.device,
-    statistics: SyncStatistics,
-    kept_scales: dict[str, torch.Tensor] | None = None,
-    metrics: QuantizationMetrics | None = None,
+    *,
     ranks: int = 1,
-    bucket_bytes: int = 2**31,
-    constants: Mapping[str, Any] = MappingProxyType({}),
-    tied: Mapping[str, str] = MappingProxyType({}),
     variant: Variant = PLAIN,
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The pieces (:func:`~jetrl_verl.sync.wire.packed`) that an actor sends at a weight sync.
+    **facts: Any,
+) -> Statement | None:
+    """The actor's statement about a sync; None without the contract check.
 
     Args:
-        weights: (Hugging Face name or stack of them, gathered tensor). options: of the run.
-        plans: from :func:`jetrl_verl.models.plan.plan_linears`. device: of the probes.
-        statistics: gets sizes and duration. kept_scales: see :func:`~jetrl_verl.sync.quantize.quantize_stream`.
-        metrics: watches the qdata, if given. ranks: tensor-parallel size of the rollout.
-        bucket_bytes: see :func:`~jetrl_verl.sync.wire.packed`.
-        constants: from :func:`stated_constants`. tied: see :class:`~jetrl_verl.sync.statement.Manifest`.
-        variant: of the model (``Family.variant``).
-
-    Raises:
-        NonFiniteWeightError: after the last weight, if one is NaN or Inf.
-        ContractViolation: before the statement, if it is made and the trainer's ranks have different weights.
+        options: of the run. plans: of its linear layers. device: of the probes.
+        ranks: tensor-parallel size of the rollout. variant: of the model (``Family.variant``).
+        facts: constants and tied names of :class:`~jetrl_verl.sync.statement.Manifest`.
     """
-    statement = None
-    if options.contract_check:
-        mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
-        run = dict(mixture=mixture, variant=variant)
-        operations = stated_operations(device, options.operations, options.kv_cache, **run)
-        if options.reduction == "ordered":
-            operations |= stated_reduction(device, ranks)
-        probe = stated_probe(device, options.rollout, options.scale_rule)
-        facts = dict(operations=operations, constants=dict(constants), tied=dict(tied))
-        statement = Statement(ranks=ranks, scale_rule=options.scale_rule, probe=probe, **facts)
-    quantized = quantize_stream(weights, plans, options.scale_rule, kept_scales)
-    return packed(sync_parts(quantized, statement, metrics), statistics, bucket_bytes)
+    if not options.contract_check:
+        return None
+    mixture = options.rollout if any(plan.experts > 1 for plan in plans.values()) else None
+    operations = stated_operations(device, options.operations, options.kv_cache, mixture=mixture, variant=variant)
+    if options.reduction == "ordered":
+        operations |= stated_reduction(device, ranks)
+    probe = stated_probe(device, options.rollout, options.scale_rule)
+    return Statement(ranks=ranks, scale_rule=options.scale_rule, probe=probe, operations=operations, **facts)
 
 
 def sync_parts(
     weights: Iterable[tuple[Name, Weight]], statement: Statement | None, metrics: QuantizationMetrics | None = None
 ) -> Iterator[Part]:
-    """A sync's parts in sending order: those of each weight, then the statement's. Raises as :func:`weight_stream`."""
+    """A sync's parts in sending order: those of each weight, then the statement's.
+
+    Raises:
+        NonFiniteWeightError: after the last weight, if one is NaN or Inf.
+        ContractViolation: before the statement, if the trainer's ranks have different weights.
+    """
     finite = FiniteCheck()
     if metrics is not None:
         metrics.start_sync()

@@ -16,14 +16,14 @@ from verl.utils.model import convert_weight_keys
 
 from jetrl_verl.models import family
 from jetrl_verl.models.adapters import ADAPTER, adapted_linears, is_factor, stock_name
-from jetrl_verl.sync.quantize import format_of
+from jetrl_verl.sync.quantize import format_of, quantize_stream
 from jetrl_verl.sync.stacks import Name, parts_of
-from jetrl_verl.sync.wire import SyncStatistics
+from jetrl_verl.sync.wire import SyncStatistics, packed
 from jetrl_verl.train.adapters import with_adapters
 from jetrl_verl.train.features import Feature, KeptScales, Metrics
 from jetrl_verl.train.flat_gather import FlatGather
 from jetrl_verl.train.gather import Gather
-from jetrl_verl.train.weight_stream import stated_constants, weight_stream
+from jetrl_verl.train.weight_stream import stated_constants, statement_of, sync_parts
 
 
 class WeightSync(Feature):
@@ -55,21 +55,12 @@ class WeightSync(Feature):
         device = torch.device(get_device_name())
         weights, tied = self._weights(device)
         kept, metrics = self.engine.feature(KeptScales), self.engine.feature(Metrics)
-        stream = weight_stream(
-            weights,
-            self.options,
-            self.engine.jetrl_plans,
-            device,
-            self._statistics,
-            kept.scales if kept is not None else None,
-            metrics.quantization if metrics is not None else None,
-            ranks=self.config.jetrl.rollout_ranks,
-            bucket_bytes=self.config.jetrl.bucket_megabytes * 2**20,
-            constants=self._constants,
-            tied=tied,
-            variant=self._variant,
-        )
-        return stream, None
+        options, plans, job = self.options, self.engine.jetrl_plans, self.config.jetrl
+        facts = dict(constants=self._constants, tied=tied, variant=self._variant)
+        statement = statement_of(options, plans, device, ranks=job.rollout_ranks, **facts)
+        quantized = quantize_stream(weights, plans, options.scale_rule, kept.scales if kept is not None else None)
+        parts = sync_parts(quantized, statement, metrics.quantization if metrics is not None else None)
+        return packed(parts, self._statistics, job.bucket_megabytes * 2**20), None
 
     def save_merged(self, folder: Path) -> None:
         """Write the weights of a model with adapters, BF16 and merged, where its ``config.json`` lies. Collective."""

@@ -17,6 +17,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
 from . import hopper_kernels
 from .installed import on_cpu
+from .support.limits import CUTS_AT_PAGES
 from .support.row import Get, UnsupportedConfiguration, shown
 from .support.scopes import (
     ACTOR,
@@ -359,13 +360,13 @@ def check_replicas(model: ModelFiles, key: str, replicas: int) -> None:
 
 
 def check_prompt_cuts(job: "Job", model: ModelFiles, get: Get) -> None:
-    """Refuse steps of fewer tokens than a hybrid's page: vLLM 0.24 cuts cached prompts at ends of pages."""
+    """Refuse steps of fewer tokens than a hybrid's page where vLLM cuts cached prompts at ends of pages."""
     from jetrl_verl.models.families.base import page_tokens
 
     decoder, key = model.family, f"{ROLLOUT}.max_num_batched_tokens"
     prefixes = f"{ROLLOUT}.enable_prefix_caching"
     cuts = get(prefixes) and get(f"{ROLLOUT}.enable_chunked_prefill")
-    if decoder.delta_net is None or not cuts or not (job.versions["vllm"] or "").startswith("0.24"):
+    if decoder.delta_net is None or not cuts or not (job.versions["vllm"] or "").startswith(CUTS_AT_PAGES):
         return
     state, of_chunk = decoder.delta_net.state_bytes(model.config)
     heads = max(job.rollout_ranks, model.read("num_key_value_heads"))

@@ -10,6 +10,9 @@ RELEASES = {**VERSIONS, "torch": ("2.11", "2.13"), "transformers": ("5.9", "5.10
 PINS = {package: " or ".join(releases) for package, releases in RELEASES.items()}
 """The same in words."""
 
+CUTS_AT_PAGES = "0.24"
+"""Release of vLLM that cuts a hybrid's cached prompts at the ends of pages alone."""
+
 MIN_CAPABILITY = (8, 9)
 """First CUDA compute capability whose tensor cores multiply E4M3."""
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 
+from .limits import CUTS_AT_PAGES
 from .row import Row, Scope
 from .scopes import (
     ACTOR,
@@ -231,7 +232,7 @@ MODEL_ROWS: dict[str, Row] = {
     "page_of_states": Row(
         "steps of fewer tokens than a page of a delta net's states",
         "vLLM cuts prompts at the ends of pages alone",
-        scope=Scope(f"{ROLLOUT}.enable_prefix_caching=true and vLLM 0.24"),
+        scope=Scope(f"{ROLLOUT}.enable_prefix_caching=true and vLLM {CUTS_AT_PAGES}"),
         instead=f"Set a larger {ROLLOUT}.max_num_batched_tokens",
     ),
     "delta_net_heads": Row("a delta net whose value heads are no multiple of its key heads"),

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes"), ("rollout",), ("tools",), ("train",))
+GROUPS = (("kernels",), ("config", "checkpoint", "faults", "patches", "recipes"), ("rollout",), ("train",), ("tools",))
 """Folders of tests/ that run in one process each, longest first; the last process has all other tests."""
 OF_VLLM = (("rollout",), ("sync", "patches"))
 """Folders of tests/ about what runs in vLLM: its layers, the weight sync with its contract check, and the patches."""

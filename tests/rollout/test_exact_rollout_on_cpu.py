@@ -239,7 +239,7 @@ def differences(model, prompts, temperatures, outputs, *, packed: bool, micro_ba
     return different
 
 
-@pytest.mark.parametrize("seed", [11, 12, pytest.param(13, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [11, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (12, 13))])
 def test_equal_in_every_bit_after_each_weight_update(rollout, seed):
     sync(rollout.worker, stream(rollout.family, seed, kv_cache=rollout.kv_cache))
     rollout.llm.reset_prefix_cache()

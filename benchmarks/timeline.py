@@ -85,13 +85,13 @@ def phases(events: Sequence[dict]) -> list[tuple[str, Span]]:
     """Name and span of each phase, and of what lies between two, from the first to the last event."""
     marks = [event for event in events if event.get("cat") == "user_annotation"]
     thread = max(marks, key=lambda mark: mark["dur"])["tid"]
-    at, last, found = events[0]["ts"], "start", []
+    at, last, named = events[0]["ts"], "start", []
     for mark in marks:
         begin, end = span(mark)
         if mark["tid"] == thread and begin >= at:
-            found += [(f"{last} to {mark['name']}", (at, begin)), (mark["name"], (begin, end))]
+            named += [(f"{last} to {mark['name']}", (at, begin)), (mark["name"], (begin, end))]
             at, last = end, mark["name"]
-    return [*found, (f"{last} to end", (at, max(event["ts"] + event["dur"] for event in events)))]
+    return [*named, (f"{last} to end", (at, max(event["ts"] + event["dur"] for event in events)))]
 
 
 def innermost(events: Iterable[dict]) -> Iterator[tuple[Span, str]]:

@@ -15,17 +15,8 @@ _BETWEEN_FULL = 40
 """Collections of the younger generations between two full ones: as many as in a worker whose heap is not frozen."""
 
 
-def init(stock, self: Any) -> None:
+def freeze_after(stock, self: Any) -> None:
     stock(self)
-    _freeze()
-
-
-def initialize(stock, self: Any) -> None:
-    stock(self)
-    _freeze()
-
-
-def _freeze() -> None:
     # A frozen object is never found to be garbage: neither what is garbage now, nor a model that was built before.
     gc.unfreeze()
     gc.collect()
@@ -34,26 +25,23 @@ def _freeze() -> None:
     gc.set_threshold(*gc.get_threshold()[:2], _BETWEEN_FULL)
 
 
-_SYMPTOM = "a full collection of Python's garbage visits half a million objects that stay, while the GPUs wait"
-_UPSTREAM = "no issue is known"
-_UNTIL = "verl freezes the heap at the end of its start"
+_WHY = dict(
+    symptom="a full collection of Python's garbage visits half a million objects that stay, while the GPUs wait",
+    upstream="no issue is known",
+    until="verl freezes the heap at the end of its start",
+    needed=False,
+)
 
 DRIVER = Patch(
     replaces="verl.trainer.ppo.v1.trainer_base:PPOTrainer.init",
     sha256={"0.9.1": "215e176abc4cec52b0f11b1995d13136880b8e1a232e4e485faa267837c5ad92"},
-    by=init,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    by=freeze_after,
+    **_WHY,
 )
 ENGINE = Patch(
     replaces="verl.workers.engine.fsdp.transformer_impl:FSDPEngine.initialize",
     sha256={"0.9.1": "4bcde40d11b58346eafca067bd543717ed18ba88156d377145df2cc0821a9637"},
-    by=initialize,
-    symptom=_SYMPTOM,
-    upstream=_UPSTREAM,
-    until=_UNTIL,
-    needed=False,
+    by=freeze_after,
+    **_WHY,
 )
 PATCHES = (DRIVER, ENGINE)

@@ -210,7 +210,7 @@ def test_of_two_processes_one_warms_up_and_the_other_waits_for_its_entry(tmp_pat
     said = queue.Queue()
     monkeypatch.setattr(cache, "_fill", fill)
     monkeypatch.setattr(cache, "say", said.put)
-    with ThreadPoolExecutor() as both:  # flock is held by the open file: two threads exclude each other as processes do
+    with ThreadPoolExecutor() as both:  # an open file has the lock: threads exclude each other as processes
         first = both.submit(cache.make, RECIPE, tmp_path, "cpu")
         assert entered.wait(60)
         second = both.submit(cache.make, RECIPE, tmp_path, "cpu")

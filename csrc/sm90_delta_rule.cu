@@ -3,11 +3,15 @@
 
 // The gated delta rule (delta_rule.cuh) over chunks of 64 tokens: training, prompts and mixed steps.
 //
-// A block has one value head, or half of its values where blocks are few and states are not kept. Values are the rows of
-// every product, so a warp has 16 of them from end to end: S in FP32 registers, BF16 of it as an operand, u of its rows
-// first in the registers that sum it, then as an operand. Once a chunk the warps share out what does not depend on
-// values: norms, gates, and the factors a and P. Within a block of 16 rows u goes from lane to lane of four, two rows at
-// a time, and the sums of later rows take it in FP32. The next chunk's rows arrive meanwhile.
+// A block has one value head. Values are the rows of every product, so a warp has 16 of them from end to end: S in FP32
+// registers, BF16 of it as an operand, u of its rows first in the registers that sum it, then as an operand. Once a
+// chunk the warps share out what does not depend on values: norms, gates, and the factors a and P. Within a block of 16
+// rows u goes from lane to lane of four, two rows at a time, and the sums of later rows take it in FP32. The next
+// chunk's rows arrive meanwhile.
+//
+// Of few long sequences, whose time is that of one chunk after the other, a block has half of a head's values, and as
+// many warps more, the helpers: while the values of chunk i are computed, they compute the factors of chunk i + 1, norms
+// and gates of chunk i + 2, and copy the rows of chunk i + 3.
 
 #include "delta_rule.cuh"
 
@@ -20,16 +24,18 @@ constexpr int kPieces = kHead / 8;         // of 16 bytes in a row of queries or
 constexpr int kFactorPieces = kChunk / 8;  // in a row of factors
 constexpr int kRowTile = kChunk * 2 * kHead, kFactorTile = kChunk * 2 * kChunk;
 
-// Shared memory in bytes: two stages of rows, then what one chunk is computed with.
-template <int kWarps>
+// Shared memory in bytes: stages of rows, then what chunks are computed with. Threads are those of one role.
+template <int kWarps, bool kHelpers>
 struct Layout {
   static constexpr int kThreads = 32 * kWarps, kValuePieces = 2 * kWarps;
   static constexpr int kOfQ = kRowTile, kOfV = 2 * kRowTile, kOfGates = kOfV + kChunk * 16 * kValuePieces;
   static constexpr int kStage = kOfGates + 2 * kChunk * 4;
-  static constexpr int kDeltaFactors = 2 * kStage, kOutputFactors = kDeltaFactors + kFactorTile;
-  static constexpr int kWithin = kOutputFactors + kFactorTile;  // FP32 [block][j][pair of rows]: a, a, P, P
-  static constexpr int kVectors = kWithin + kChunk * kBlock * 2 * 4;
-  static constexpr int kDeltas = kVectors + 5 * kChunk * 4;  // u as operands, of each thread alone
+  static constexpr int kOutputFactors = kFactorTile, kWithin = 2 * kFactorTile;  // after a's, of a chunk's factors
+  static constexpr int kOfFactors = kWithin + kChunk * kBlock * 2 * 4;  // within: FP32 [block][j][pair of rows]: a, a, P, P
+  static constexpr int kOfVectors = 5 * kChunk * 4;
+  static constexpr int kStages = kHelpers ? 4 : 2, kFactorSets = kHelpers ? 2 : 1, kVectorSets = kHelpers ? 3 : 1;
+  static constexpr int kFactors = kStages * kStage, kVectors = kFactors + kFactorSets * kOfFactors;
+  static constexpr int kDeltas = kVectors + kVectorSets * kOfVectors;  // u as operands, of each thread alone
   static constexpr int kBytes = kDeltas + kThreads * kChunk;
 };
 
@@ -43,9 +49,9 @@ struct Vectors {
 
 JETRL_DEVICE float2 pair_at(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
-template <int kWarps>
+template <int kWarps, bool kHelpers>
 struct Chunk {
-  using Bytes = Layout<kWarps>;
+  using Bytes = Layout<kWarps, kHelpers>;
 
   const DeltaRule& p;
   const Sequence& sequence;
@@ -54,27 +60,37 @@ struct Chunk {
   int head, first_value, thread, lane, warp;
   // Row r is token `base` + r. Rows up to `known` come from the state, `rows` are there in all.
   int base, known, rows;
-  uint32_t stage;  // offset
+  int number;                       // among the call's chunks
+  uint32_t stage, factor_set, vector_set;  // offsets
   int64_t row_stride;
   const uint16_t* first_query;  // of token 0
 
   JETRL_DEVICE Chunk(const DeltaRule& call, const Sequence& of, int of_head, int slice)
       : p(call), sequence(of), memory(sm90::dynamic_shared_memory()), address(sm90::shared_address(memory)),
-        head(of_head), first_value(slice * kValues * kWarps), thread(sm90::thread_index()), lane(thread % 32),
-        warp(thread / 32), base(of.begin - of.computed % kChunk), known(of.computed % kChunk),
-        rows(rows_from(base)), stage(0), row_stride(int64_t(2 * p.keys + p.heads) * kHead),
-        first_query(Rows(p, 0, head).q) {}
+        head(of_head), first_value(slice * kValues * kWarps), thread(sm90::thread_index() % Bytes::kThreads),
+        lane(thread % 32), warp(thread / 32), base(of.begin - of.computed % kChunk), known(of.computed % kChunk),
+        number(0), row_stride(int64_t(2 * p.keys + p.heads) * kHead), first_query(Rows(p, 0, head).q) {
+    go_to(0);
+  }
+
+  // From this chunk to one of the others of the call, `known` left as it is.
+  JETRL_DEVICE void go_to(int index) {
+    base += kChunk * (index - number), number = index, rows = rows_from(base);
+    stage = index % Bytes::kStages * Bytes::kStage;
+    factor_set = Bytes::kFactors + index % Bytes::kFactorSets * Bytes::kOfFactors;
+    vector_set = Bytes::kVectors + index % Bytes::kVectorSets * Bytes::kOfVectors;
+  }
 
   JETRL_DEVICE int rows_from(int token) const {
     return sequence.end - token < kChunk ? sequence.end - token : kChunk;
   }
   JETRL_DEVICE bool is_last() const { return base + kChunk >= sequence.end; }
   JETRL_DEVICE bool is_new(int row) const { return row >= known && row < rows; }
-  JETRL_DEVICE Vectors vectors() const { return Vectors(reinterpret_cast<float*>(memory + Bytes::kVectors)); }
+  JETRL_DEVICE Vectors vectors() const { return Vectors(reinterpret_cast<float*>(memory + vector_set)); }
 
   JETRL_DEVICE void advance() {
-    base += kChunk, known = 0, rows = rows_from(base);
-    stage = Bytes::kStage - stage;
+    known = 0;
+    go_to(number + 1);
   }
 
   // Starts copies of the rows; zeros where there is none. Known rows of v are their u.
@@ -198,11 +214,11 @@ struct Chunk {
             factors[c] = column + c < row + of_output ? factor : 0.0f;
           }
           if (earlier < later) {
-            uint8_t* to = memory + (of_output ? Bytes::kOutputFactors : Bytes::kDeltaFactors);
+            uint8_t* to = memory + factor_set + (of_output ? Bytes::kOutputFactors : 0);
             *reinterpret_cast<uint32_t*>(to + piece(row, column / 8, kFactorPieces) + lane % 4 * 4) =
                 sm90::pack_bf16(factors[0], factors[1]);
           } else {
-            float* to = reinterpret_cast<float*>(memory + Bytes::kWithin) +
+            float* to = reinterpret_cast<float*>(memory + factor_set + Bytes::kWithin) +
                         (column * (kBlock / 2) + row % kBlock / 2) * 4 + 2 * of_output + row % 2;
             to[0] = factors[0], to[kBlock / 2 * 4] = factors[1];
           }
@@ -226,10 +242,10 @@ struct Chunk {
       const uint4 words = *place_of_delta(j);
       const uint32_t u[4] = {words.x, words.y, words.z, words.w};
       uint32_t low[2], high[2];
-      load_b(low, high, address + Bytes::kDeltaFactors, kBlock * block, 2 * j, kFactorPieces, lane);
+      load_b(low, high, address + factor_set, kBlock * block, 2 * j, kFactorPieces, lane);
       sm90::mma_bf16(x[0], u, low);
       sm90::mma_bf16(x[1], u, high);
-      load_b(low, high, address + Bytes::kOutputFactors, kBlock * block, 2 * j, kFactorPieces, lane);
+      load_b(low, high, address + factor_set + Bytes::kOutputFactors, kBlock * block, 2 * j, kFactorPieces, lane);
       sm90::mma_bf16(y[0], u, low);
       sm90::mma_bf16(y[1], u, high);
     }
@@ -240,7 +256,7 @@ struct Chunk {
   template <bool kSomeKnown>
   JETRL_DEVICE void add_within(uint32_t (&u)[4], float (&x)[2][4], float (&y)[2][4], const uint32_t (&stored)[4],
                                int known_here, int block) const {
-    const float4* factors = reinterpret_cast<const float4*>(memory + Bytes::kWithin) + block * kBlock * kBlock / 2;
+    const float4* factors = reinterpret_cast<const float4*>(memory + factor_set + Bytes::kWithin) + block * kBlock * kBlock / 2;
     const int quad = lane % 4;
 #pragma unroll
     for (int pair = 0; pair < kBlock / 2; ++pair) {
@@ -372,6 +388,33 @@ struct Chunk {
     for (int n = 0; n < 2 * kGroups; ++n) round_tile(s[n]);
   }
 
+  // Norms and gates.
+  JETRL_DEVICE void prepare(float a_log, float dt_bias) const {
+    if (warp == 0) {
+      compute_gates(a_log, dt_bias);
+    } else {
+      normalize_rows();
+    }
+  }
+
+  // Outputs, and S at the chunk's end.
+  JETRL_DEVICE void compute_values(float (&s)[2 * kGroups][4]) const {
+    {
+      uint32_t s16[kGroups][4];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = &s[2 * g + i / 2][2 * (i % 2)];
+          s16[g][i] = sm90::pack_bf16(pair[0], pair[1]);
+        }
+      }
+#pragma unroll 1
+      for (int block = 0; kBlock * block < rows; ++block) compute_block(block, s16);
+    }
+    if (rows == kChunk) close(s);
+  }
+
   // Keys and sums of gates of an open chunk's new rows.
   JETRL_DEVICE void write_open_rows() const {
 #pragma unroll 1
@@ -389,20 +432,20 @@ struct Chunk {
 
 template <int kWarps>
 JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID_CONSTANT DeltaRule p) {
-  constexpr int kSlices = kHead / (kValues * kWarps);
-  const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
+  static_assert(kValues * kWarps == kHead, "a block has a head's values");
+  const int head = sm90::block_index() % p.heads;
   sm90::wait_for_previous_kernel();
   const float a_log = p.a_log[head], dt_bias = sm90::bf16_to_float(p.dt_bias[head]);
-  const Sequence sequence(p, sm90::block_index() / kSlices / p.heads, head);
+  const Sequence sequence(p, sm90::block_index() / p.heads, head);
   if (sequence.begin >= sequence.end) return;
   if (!sequence.has_slot) {
-    if (slice == 0) sequence.write_zeros(p, head, 32 * kWarps);
+    sequence.write_zeros(p, head, 32 * kWarps);
     return;
   }
-  Chunk<kWarps> chunk(p, sequence, head, slice);
+  Chunk<kWarps, false> chunk(p, sequence, head, 0);
   chunk.load();
   float s[2 * kGroups][4] = {};
-  const int value = chunk.first_value + kValues * chunk.warp + chunk.lane / 4;
+  const int value = kValues * chunk.warp + chunk.lane / 4;
   if (sequence.computed >= kChunk) {  // before, S is zero
 #pragma unroll
     for (int n = 0; n < 2 * kGroups; ++n) load_tile(s[n], sequence.state, value, n, chunk.lane);
@@ -413,35 +456,16 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID
     sm90::cp_async_wait();
     sm90::sync_block();
     if (!chunk.is_last()) {
-      Chunk<kWarps> next = chunk;
+      Chunk<kWarps, false> next = chunk;
       next.advance();
       next.load();
     }
-    if (chunk.warp == 0) {
-      chunk.compute_gates(a_log, dt_bias);
-    } else {
-      chunk.normalize_rows();
-    }
+    chunk.prepare(a_log, dt_bias);
     sm90::sync_block();
     chunk.compute_factors();
     sm90::sync_block();
-    {
-      uint32_t s16[kGroups][4];
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = &s[2 * g + i / 2][2 * (i % 2)];
-          s16[g][i] = sm90::pack_bf16(pair[0], pair[1]);
-        }
-      }
-#pragma unroll 1
-      for (int block = 0; kBlock * block < chunk.rows; ++block) chunk.compute_block(block, s16);
-    }
-    if (chunk.rows == kChunk) {
-      chunk.close(s);
-      is_new = true;
-    }
+    chunk.compute_values(s);
+    is_new |= chunk.rows == kChunk;
     if (chunk.is_last()) break;
   }
   if (sequence.state == nullptr) return;
@@ -452,22 +476,62 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID
   }
 }
 
+// Whole sequences, without states.
 template <int kWarps>
-void launch_chunks(const DeltaRule& p, Stream stream) {
-  const int blocks = (p.sequences + 1) * p.heads * (kHead / (kValues * kWarps));
-  // Starts while the convolution ends.
-  launch<sm90_delta_chunks<kWarps>>(Grid{blocks, 1, 32 * kWarps, Layout<kWarps>::kBytes, stream, true}, p);
+JETRL_KERNEL void __launch_bounds__(64 * kWarps, 1) sm90_delta_chunks_with_helpers(JETRL_GRID_CONSTANT DeltaRule p) {
+  constexpr int kSlices = kHead / (kValues * kWarps);
+  const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
+  sm90::wait_for_previous_kernel();
+  const float a_log = p.a_log[head], dt_bias = sm90::bf16_to_float(p.dt_bias[head]);
+  const Sequence sequence(p, sm90::block_index() / kSlices / p.heads, head);
+  if (sequence.begin >= sequence.end) return;
+  if (!sequence.has_slot) {
+    if (slice == 0) sequence.write_zeros(p, head, 64 * kWarps);
+    return;
+  }
+  Chunk<kWarps, true> chunk(p, sequence, head, slice);
+  const int chunks = (sequence.end - sequence.begin + kChunk - 1) / kChunk;
+  const bool helps = sm90::thread_index() >= 32 * kWarps;
+  float s[2 * kGroups][4] = {};
+#pragma unroll 1
+  for (int i = -3; i < chunks; ++i) {  // chunk whose values are computed
+    if (!helps) {
+      if (i >= 0) {
+        chunk.go_to(i);
+        chunk.compute_values(s);
+      }
+    } else {
+      if (i + 3 < chunks) {
+        chunk.go_to(i + 3);
+        chunk.load();
+      }
+      if (i + 1 >= 0 && i + 1 < chunks) {
+        chunk.go_to(i + 1);
+        chunk.compute_factors();
+      }
+      if (i + 2 >= 0 && i + 2 < chunks) {
+        chunk.go_to(i + 2);
+        chunk.prepare(a_log, dt_bias);
+      }
+      sm90::cp_async_wait();
+    }
+    sm90::sync_block();
+  }
 }
 
 }  // namespace
 
 void delta_rule(const DeltaRule& p, Stream stream) {
+  // Both start while the convolution ends.
+  constexpr int kWarps = kHead / kValues, kFew = kWarps / 2;
+  const int blocks = (p.sequences + 1) * p.heads;
   if (p.states != nullptr && p.tokens == p.sequences) {
     delta_decode(p, stream);
   } else if (p.states == nullptr && 2 * p.sequences * p.heads <= multiprocessors()) {
-    launch_chunks<4>(p, stream);
+    launch<sm90_delta_chunks_with_helpers<kFew>>(
+        Grid{2 * blocks, 1, 64 * kFew, Layout<kFew, true>::kBytes, stream, true}, p);
   } else {
-    launch_chunks<8>(p, stream);
+    launch<sm90_delta_chunks<kWarps>>(Grid{blocks, 1, 32 * kWarps, Layout<kWarps, false>::kBytes, stream, true}, p);
   }
 }
 

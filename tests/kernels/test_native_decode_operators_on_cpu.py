@@ -1,6 +1,6 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention's bindings and csrc/binding.cpp on a CPU, also through the contract check and vLLM's interface.
+"""Decode attention's bindings and csrc/binding.cpp on a CPU, also through the contract check.
 
 The kernels themselves: test_native_decode_attention_emulated_on_cpu.py.
 """
@@ -8,7 +8,6 @@ The kernels themselves: test_native_decode_attention_emulated_on_cpu.py.
 import itertools
 import sys
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import flash_attention_order
 import pytest
@@ -270,56 +269,3 @@ def test_decode_steps_of_the_contract_check_equal_whole_sequences(monkeypatch, c
             output = flash_attention_order.attention(q, k[tokens, head], v[tokens, head], 128**-0.5)
             want[token, heads] = torch.from_numpy(output).bfloat16()
     assert torch.equal(got.view(torch.int16), want.view(torch.int16))
-
-
-def test_vllm_batches_of_one_token_per_request_use_decode_attention(monkeypatch):
-    """A prompt of one token, a prompt of 49 with 48 cached, a decode step, and padding."""
-    from vllm.v1.attention.backends import flash_attn as vllm_flash_attn
-
-    from jetrl_verl.rollout import flash_attention, vllm_compat
-
-    monkeypatch.setattr(dispatch, "platform_of", lambda device: "sm90")
-    monkeypatch.setattr(vllm_flash_attn.FlashAttentionImpl, "forward", lambda *call: pytest.fail("vLLM's"))
-    lengths, page_size, heads, kv_heads, scale = [1, 49, 20], 16, 4, 2, 128**-0.5
-    k, v = (torch.randn(sum(lengths), kv_heads, 128).bfloat16() for _ in range(2))
-    q = torch.randn(4, heads, 128).bfloat16()
-    cache = torch.full((8, 2, page_size, kv_heads, 128), torch.nan, dtype=torch.bfloat16)
-    table = torch.tensor([[5, 0, 0, 0], [2, 7, 1, 6], [4, 3, 0, 0], [0, 0, 0, 0]], dtype=torch.int32)
-    first, want = 0, []
-    for request, length in enumerate(lengths):
-        place = torch.arange(length)
-        of_request = [x[first : first + length] for x in (k, v)]
-        for part, x in zip(cache.unbind(1), of_request, strict=True):
-            part[table[request, place // page_size].long(), place % page_size] = x
-        of_keys, of_values = (x.double().repeat_interleave(heads // kv_heads, 1) for x in of_request)
-        p = torch.einsum("hd,lhd->hl", q[request].double(), of_keys).mul(scale).softmax(1)
-        want.append(torch.einsum("hl,lhd->hd", p, of_values))
-        first += length
-
-    starts = torch.tensor([0, 1, 2, 3, 3], dtype=torch.int32)
-    batch = vllm_compat.CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=torch.tensor([*lengths, 0], dtype=torch.int32),
-        num_reqs=4,
-        num_actual_tokens=4,
-        max_query_len=1,
-        max_seq_len=49,
-        block_table_tensor=table,
-        slot_mapping=torch.tensor([80, 96, 51, -1]),
-    )
-    builder = flash_attention.SharedFlashAttentionMetadataBuilder.__new__(
-        flash_attention.SharedFlashAttentionMetadataBuilder
-    )
-    vars(builder).update(aot_schedule=True, aot_sliding_window=None, dcp_world_size=1, max_num_splits=1)
-    vars(builder).update(use_full_cuda_graph=False, max_cudagraph_size=None, block_size=page_size, rswa_window=None)
-    vars(builder).update(cache_config=SimpleNamespace(cache_dtype="auto"))
-    vars(builder).update(num_heads_q=heads, num_heads_kv=kv_heads, headdim=128, kv_cache_dtype=cache.dtype)
-    impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
-    impl.scale = scale
-    out = torch.full((6, heads, 128), torch.nan, dtype=torch.bfloat16)
-    rows = torch.cat([q, torch.full((2, heads, 128), torch.nan, dtype=torch.bfloat16)])
-    impl.forward(None, rows, None, None, cache, builder.build(0, batch), out)
-    want = torch.stack(want)
-    assert ((out[:3].double() - want).abs().amax((1, 2)) < 2**-6 * want.abs().amax((1, 2))).all()
-    assert not out[3].any() and out[4:].isnan().all()

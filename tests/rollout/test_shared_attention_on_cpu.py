@@ -224,6 +224,9 @@ def test_builders_use_one_split_and_no_cascade_attention(monkeypatch):
         assert built.aot_schedule is (backend is flash_attention.SharedFlashAttentionBackend)
 
 
+KEYS, VALUES = torch.zeros(3, 16, 2, 128), torch.ones(3, 16, 2, 128)
+
+
 @pytest.mark.parametrize(
     ("changes", "is_native"),
     [
@@ -232,7 +235,7 @@ def test_builders_use_one_split_and_no_cascade_attention(monkeypatch):
         ({"jetrl_decodes": False}, False),
         ({"output_scale": torch.ones(1)}, False),
         ({"output_block_scale": torch.ones(1)}, False),
-        ({"cache": torch.zeros(3, 2, 16, 256)}, True),
+        ({"cache": torch.cat([KEYS.transpose(1, 2), VALUES.transpose(1, 2)], -1)}, True),
     ],
 )
 def test_the_native_kernel_computes_batches_of_decodes(monkeypatch, changes, is_native):
@@ -250,13 +253,14 @@ def test_the_native_kernel_computes_batches_of_decodes(monkeypatch, changes, is_
     impl = flash_attention.SharedFlashAttention.__new__(flash_attention.SharedFlashAttention)
     impl.scale = 0.5
     query, output = torch.ones(6, 4, 128), torch.zeros(6, 4, 128)
-    cache = changes.get("cache", torch.zeros(3, 2, 16, 2, 128))
+    cache = changes.get("cache", torch.stack([KEYS, VALUES], 1))
     call = (None, query, None, None, cache, metadata, output)
     assert impl.forward(*call, changes.get("output_scale"), changes.get("output_block_scale")) is output
     ((kernel, seen),) = calls
     assert kernel == ("native" if is_native else "vLLM")
     if is_native:
-        assert [tuple(x.shape) for x in (*seen[:3], seen[6])] == [(4, 4, 128), *[(3, 16, 2, 128)] * 2, (4, 4, 128)]
+        assert seen[0].shape == seen[6].shape == (4, 4, 128)
+        assert torch.equal(seen[1], KEYS) and torch.equal(seen[2], VALUES)
         assert seen[3] is lengths and seen[4] is metadata.block_table and seen[5] == 0.5
     else:
         assert seen[:7] == call

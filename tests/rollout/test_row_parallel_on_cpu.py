@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from two_processes import run_in_processes
 
 from jetrl_verl import kernels
@@ -187,32 +186,3 @@ def test_vllms_ranks_add_in_the_trainers_order():
     """Always three ranks: vLLM remembers a group's size, and processes are reused. Two run end to end."""
     world = 3
     run_in_processes(world, in_vllms_group, world, free_port(), reductions)
-
-
-def test_a_trainers_layer_repeats_the_ranks_of_a_rollout():
-    """The sum of the ranks' products, quantizers included, is the output of the trainer's layer."""
-    from jetrl_verl import formats
-    from jetrl_verl.models.plan import plan_linears
-    from jetrl_verl.nn.linear import JetLinear
-    from jetrl_verl.nn.replace import replace_linears
-    from jetrl_verl.reference import QuantizedTensor
-
-    model = tiny_model("llama", hidden_size=512, num_attention_heads=4, num_key_value_heads=4, intermediate_size=1024)
-    replace_linears(model, plan_linears(model.config, tp=4), scale_rule="fp32")
-    block_fp8 = formats.get(formats.FLOW)
-    checked = 0
-    for module in model.modules():
-        if isinstance(module, JetLinear) and module.ranks == 4:
-            x = torch.randn(9, module.in_features).bfloat16()
-            whole = block_fp8.quantize_weight(module.weight.detach().bfloat16(), "fp32")
-            width = module.in_features // 4
-            parts = []
-            for rank in range(4):
-                columns, groups = (slice(rank * w, (rank + 1) * w) for w in (width, width // 128))
-                weight = QuantizedTensor(whole.qdata[:, columns].contiguous(), whole.scales[:, groups].contiguous())
-                bias = None if rank or module.bias is None else module.bias.detach().bfloat16()
-                parts.append(block_fp8.linear(x[:, columns].contiguous(), weight, bias, "fp32"))
-            with torch.no_grad():
-                assert torch.equal(module(x), kernels.sum_of_ranks(parts))
-            checked += 1
-    assert checked == 4

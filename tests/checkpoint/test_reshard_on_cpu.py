@@ -135,27 +135,6 @@ def digests(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_rows_of_a_rank_are_those_of_torch_chunk(ranks):
-    for rows in range(1, 20):
-        whole = torch.arange(rows)
-        for rank in range(ranks):
-            begin, end = rows_of_rank(rows, ranks, rank)
-            assert torch.equal(whole[begin:end], chunk(whole, ranks, rank))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_rows_are_copied_across_shards(dtype):
-    whole = torch.arange(42).view(14, 3).to(dtype)
-    shards = [whole[:6], whole[:0], whole[6:7], whole[7:], whole[:0]]
-    for begin in range(15):
-        for end in range(begin, 15):
-            rows = rows_of(shards, begin, end, whole)
-            assert rows.shape == (end - begin, 3) and rows.dtype == dtype
-            assert torch.equal(rows.view(torch.uint8), whole[begin:end].contiguous().view(torch.uint8))
-            assert rows.untyped_storage().nbytes() == rows.nbytes
-
-
 @pytest.mark.parametrize(
     ("before", "after", "replicas", "device"),
     [(2, 3, 1, "cpu"), (3, 1, 1, "cpu"), (1, 4, 1, "cpu"), (5, 8, 1, "cuda"), (8, 2, 1, "cpu"), (6, 4, 2, "cpu")],

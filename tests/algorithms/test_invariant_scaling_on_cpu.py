@@ -64,24 +64,10 @@ def test_unfolding_returns_the_master_weights(family):
         assert restored[name].dtype == tensor.dtype
 
 
-def test_unfolding_returns_a_bf16_checkpoint_exactly():
-    model = with_trained_norms("qwen3").to(torch.bfloat16)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fold(model.float().named_parameters(), S, QWEN3)
-    for name, tensor in unfolded(model.state_dict().items(), S, QWEN3):
-        assert torch.equal(tensor.to(torch.bfloat16), before[name]), name
-
-
 def test_fold_accepts_a_state_dict_and_meta_tensors():
     model = with_trained_norms("llama")
     llama = model_family({"model_type": "llama"})
     assert fold(model.state_dict().items(), S, llama) == fold(model.to("meta").named_parameters(), S, llama)
-
-
-def test_only_norms_and_the_projections_they_feed_change():
-    model = with_trained_norms("qwen3")
-    changed = {name.rpartition(".layers.")[2].partition(".")[2] for name in fold(model.named_parameters(), S, QWEN3)}
-    assert changed == {f"{module}.weight" for module in (*NORMS, *PROJECTIONS)}
 
 
 def test_a_model_with_other_norms_is_refused():

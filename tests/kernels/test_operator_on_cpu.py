@@ -163,17 +163,6 @@ def test_arguments_may_be_left_out_where_the_schema_has_them():
         assert torch.equal(kernels.gemm_nt_of_ranks(a, b, 2, None), watched)
 
 
-def test_route_and_permute_equals_its_separate_operations():
-    logits, x = torch.randn(40, 8), kernels.quantize_1x128(torch.randn(40, 256).bfloat16(), "fp32")
-    weights, where, rows = kernels.route_and_permute(logits, x, 2, True)
-    chosen, expected = kernels.route(logits, 2, True)
-    assert torch.equal(weights, expected)
-    assert all(map(torch.equal, where, kernels.segments(chosen, 8, 1)))
-    gathered = kernels.gather_quantized(x, where.pair, 2)
-    assert torch.equal(rows.qdata.view(torch.uint8), gathered.qdata.view(torch.uint8))
-    assert torch.equal(rows.scales, gathered.scales)
-
-
 def test_mismatched_operands_raise():
     x, where = torch.zeros(4, 200, dtype=torch.bfloat16), reference.segments(torch.zeros(4, 1, dtype=torch.int32), 2, 1)
     with pytest.raises(ValueError, match="not whole groups of 128"):

@@ -25,6 +25,8 @@ from jetrl_verl.config.support.table import stock_because
 from jetrl_verl.targets.configs import JetRolloutConfig, JetWorkerEngineConfig
 
 OUR_PRECISIONS = PRECISIONS[1:]
+ROLLOUT = "actor_rollout_ref.rollout"
+SIZES = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.name=vllm"]
 CORRECTIONS = {
     "fp8_rollout_tis": {"rollout_is": "token"},
     "int8_rollout_tis": {"rollout_is": "token"},
@@ -33,7 +35,7 @@ CORRECTIONS = {
 }
 """What a precision sets under ``algorithm.rollout_correction``."""
 
-ONE_GPU = "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+ONE_GPU = f"{ROLLOUT}.tensor_model_parallel_size=1"
 """verl's default is 2, which jet_fp8_exact refuses."""
 EXAMPLES = {
     example: re.split(r"\s(?=[+\w.]+=)", words)
@@ -82,24 +84,36 @@ def test_a_precision_changes_only_its_own_keys(compose, stock, precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "train", "rollout", "operations"),
+    ("precision", "train", "rollout", "operations", "correction", "loss", "scaling"),
     [
-        ("bf16_shared", "bf16", "bf16", "shared"),
-        ("fp8_rollout", "bf16", "fp8", "stock"),
-        ("fp8_rollout_tis", "bf16", "fp8", "stock"),
-        ("jet_fp8", "fp8", "fp8", "stock"),  # verl's default model is missing
-        ("jet_fp8_exact", "fp8", "fp8", "shared"),
+        ("bf16_shared", "bf16", "bf16", "shared", (None, 2.0), "vanilla", 1.0),
+        ("fp8_rollout", "bf16", "fp8", "stock", (None, 2.0), "vanilla", 1.0),
+        ("fp8_rollout_tis", "bf16", "fp8", "stock", ("token", 2.0), "vanilla", 1.0),
+        ("int8_rollout", "bf16", "int8", "stock", (None, 2.0), "vanilla", 1.0),
+        ("int8_rollout_tis", "bf16", "int8", "stock", ("token", 2.0), "vanilla", 1.0),
+        ("qurl_fp8", "bf16", "fp8", "stock", ("token", 1e9), "qurl_acr", 1.5),
+        ("qurl_int8", "bf16", "int8", "stock", ("token", 1e9), "qurl_acr", 1.5),
+        ("jet_fp8", "fp8", "fp8", "stock", (None, 2.0), "vanilla", 1.0),  # verl's default model is missing
+        ("jet_fp8_exact", "fp8", "fp8", "shared", (None, 2.0), "vanilla", 1.0),
     ],
 )
-def test_options_of_each_precision(compose, precision, train, rollout, operations):
-    config = compose(f"precision={precision}", ONE_GPU)
+def test_options_of_each_precision(compose, precision, train, rollout, operations, correction, loss, scaling):
+    config = compose(f"precision={precision}", ONE_GPU, *SIZES)
     job = Job.of(config.jetrl)
-    assert job.options == JetConfig(precision, train, rollout, operations=operations)
+    assert job.options == JetConfig(precision, train, rollout, operations=operations, invariant_scaling=scaling)
     assert config.jetrl.keys() == {*JetConfig.__dataclass_fields__, "job"}
     assert (
         job.rollout_ranks == 1 and job.versions.keys() == PINS.keys() and bool(job.inexact) == (precision == "jet_fp8")
     )
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True
+    set_correction = config.algorithm.rollout_correction
+    assert (set_correction.rollout_is, set_correction.rollout_is_threshold) == correction
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    assert actor.policy_loss.loss_mode == loss and loss in POLICY_LOSS_REGISTRY
+    assert actor.engine.jetrl == job
+    vllm = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]
+    assert vllm["quantization"] == f"jetrl_{rollout}"
+    assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == f"jetrl_{rollout}"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -113,8 +127,7 @@ def test_verls_example_scripts_compose(compose, stock, example):
     expected = OmegaConf.to_container(expected)
     fused = expected["actor_rollout_ref"]["model"]["use_fused_kernels"]
     uncovered = list(stock_because(reader(compose(*overrides, "precision=jet_fp8"))))
-    # Most examples split the rollout over GPUs, which jet_fp8_exact refuses.
-    for precision in OUR_PRECISIONS[:-1]:
+    for precision in ("bf16_shared", "fp8_rollout_tis", "qurl_fp8", "jet_fp8"):
         if precision == "bf16_shared" and uncovered:
             with pytest.raises(ConfigCompositionException, match="jetrl.operations=shared"):
                 compose(*overrides, f"precision={precision}")
@@ -223,40 +236,10 @@ def test_other_hydra_programs_are_not_changed(tmp_path):
         assert hydra_compose("app") == {"db": {"host": "localhost"}, "precision": 16}
 
 
-ACTOR = "actor_rollout_ref.actor"
-ROLLOUT = "actor_rollout_ref.rollout"
-CORRECTION = "algorithm.rollout_correction"
-SIZES = [f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ROLLOUT}.name=vllm"]
-
-
-@pytest.mark.parametrize(
-    ("precision", "rollout", "level", "threshold", "loss", "scaling"),
-    [
-        ("int8_rollout", "int8", None, 2.0, "vanilla", 1.0),
-        ("int8_rollout_tis", "int8", "token", 2.0, "vanilla", 1.0),
-        ("qurl_fp8", "fp8", "token", 1e9, "qurl_acr", 1.5),
-        ("qurl_int8", "int8", "token", 1e9, "qurl_acr", 1.5),
-    ],
-)
-def test_options_that_each_baseline_sets(compose, precision, rollout, level, threshold, loss, scaling):
-    config = compose(f"precision={precision}", *SIZES)
-    job = Job.of(config.jetrl)
-    options = job.options
-    assert (options.train, options.rollout, options.invariant_scaling) == ("bf16", rollout, scaling)
-    correction = config.algorithm.rollout_correction
-    assert (correction.rollout_is, correction.rollout_is_threshold) == (level, threshold)
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    assert actor.policy_loss.loss_mode == loss and loss in POLICY_LOSS_REGISTRY
-    assert actor.engine.jetrl == job
-    vllm = omega_conf_to_dataclass(config.actor_rollout_ref.rollout).engine_kwargs["vllm"]
-    assert vllm["quantization"] == f"jetrl_{rollout}"
-    assert vllm["hf_overrides"]["quantization_config"]["quant_method"] == f"jetrl_{rollout}"
-
-
 def test_old_log_probs_of_the_rollout_use_verls_bypass_mode_and_a_check(compose, own_trainer):
     from jetrl_verl.patches.batch_hooks import AFTER_OLD_LOG_PROBS
 
-    exact = ["precision=jet_fp8_exact", *SIZES, f"{ROLLOUT}.tensor_model_parallel_size=1"]
+    exact = ["precision=jet_fp8_exact", *SIZES, ONE_GPU]
     computed, reused = compose(*exact), compose(*exact, "jetrl.old_log_probs=rollout")
     assert (computed.algorithm.rollout_correction.bypass_mode, computed.jetrl.old_log_probs) == (False, "compute")
     assert reused.algorithm.rollout_correction.bypass_mode is True

@@ -4,6 +4,7 @@
 
 import json
 import re
+from functools import cache
 from importlib.util import find_spec
 
 import numpy as np
@@ -37,13 +38,19 @@ def cures(message: str, words: list[str]) -> bool:
         return True  # what is left of the set is another engine's
 
 
+@cache
+def installed_states() -> list:
+    """The state of patches: half of the driver's time, and the same in every test."""
+    return list(jetrl_verl.patches.installed_states())
+
+
 @pytest.fixture
 def driver(compose, monkeypatch, tmp_path):
     """``driver_says`` for a job on a CPU, without a checkpoint, and with the state of patches asked once."""
     monkeypatch.chdir(tmp_path)  # resume_mode=auto looks for checkpoints/ here
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setattr(ray, "init", ray.init)  # the driver wraps it
-    states = list(jetrl_verl.patches.installed_states())  # half of the driver's time, and the same for every set
+    states = installed_states()
     monkeypatch.setattr(jetrl_verl.patches, "installed_states", lambda: states)
     monkeypatch.setattr(transformers.utils, "is_torchvision_available", lambda: True)
     monkeypatch.setattr(environment, "find_spec", lambda name: True if name == "qwen_vl_utils" else find_spec(name))

@@ -103,8 +103,9 @@ def test_warm_up_stops_at_its_target_and_repeats_by_seed(tokenizer):
     assert all(first[name] == second[name] for name in ("warmup_steps", "warmup_accuracy"))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "device"), [*((precision, "cpu") for precision in PRECISIONS), ("jet_fp8", "cuda")]
+)
 def test_overrides_compose_with_verl(precision, device, tmp_path):
     folder = tmp_path / "it's a=b, [c]"  # characters that mean something in Hydra's grammar
     prepared = Prepared(folder, {})

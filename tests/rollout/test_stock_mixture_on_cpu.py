@@ -28,12 +28,7 @@ def engine(tmp_path_factory, cpu_platform):
     policy(0).save_pretrained(folder)
     options = JetConfig("fp8_rollout", train="bf16", rollout="fp8", scale_rule=RULE)
     with vllm_engine.cpu_settings():
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        llm, worker = vllm_engine.start(folder, options, load_format="dummy")
-        yield llm, worker
-        del llm, worker
-        cleanup_dist_env_and_memory()
+        yield vllm_engine.start(folder, options, load_format="dummy")
 
 
 def trainer_log_probs(model) -> torch.Tensor:

@@ -45,12 +45,7 @@ def engine(request, tmp_path_factory, cpu_platform):
     folder = tmp_path_factory.mktemp("model")
     build_trainer(0).to(torch.bfloat16).save_pretrained(folder)
     with vllm_engine.cpu_settings():
-        from vllm.distributed import cleanup_dist_env_and_memory
-
-        llm, worker = vllm_engine.start(folder, OPTIONS[request.param], load_format="dummy")
-        yield llm, worker, request.param
-        del llm, worker
-        cleanup_dist_env_and_memory()
+        yield *vllm_engine.start(folder, OPTIONS[request.param], load_format="dummy"), request.param
 
 
 of_fp8 = pytest.mark.parametrize("engine", ["fp8"], indirect=True)

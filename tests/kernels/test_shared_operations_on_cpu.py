@@ -303,18 +303,6 @@ def test_decode_and_chunked_prefill_equal_whole_sequences(lengths, chunk):
         assert torch.equal(got, torch.cat([whole[span] for span in spans]))
 
 
-def test_attention_does_not_depend_on_other_sequences():
-    lengths = (40, 3, 77, 1)
-    q, k, v = (normal(sum(lengths), heads, 128, seed=heads) for heads in (2, 1, 1))
-    cu = packed(*lengths)
-    whole = kernels.attention(q, k, v, cu, 77, SCALE)
-    for start, stop in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
-        alone = kernels.attention(
-            q[start:stop], k[start:stop], v[start:stop], packed(stop - start), stop - start, SCALE
-        )
-        assert torch.equal(alone, whole[start:stop])
-
-
 def test_inf_and_nan_stay_in_their_rows():
     x = normal(4, 256)
     x[1, 5], x[2, 6] = torch.nan, torch.inf

@@ -41,13 +41,6 @@ def head_of(rank: int, ranks: int, weight: torch.Tensor, monkeypatch) -> Paralle
     return head
 
 
-@pytest.mark.parametrize("sizes", [(50, 50), (64, 36), (1, 98, 1), (25, 25, 25, 25)], ids=str)
-def test_a_columns_bits_do_not_depend_on_the_other_columns(sizes):
-    hidden, weight = normal(17, K, seed=0), normal(VOCABULARY, K, seed=1)
-    shards = [kernels.logits(hidden, shard) for shard in weight.split(sizes)]
-    assert torch.equal(torch.cat(shards, dim=-1), kernels.logits(hidden, weight))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_gathered_logits_equal_those_of_one_rank(processor, monkeypatch, ranks):
     hidden, weight = normal(9, K, seed=0), normal(VOCABULARY, K, seed=1)

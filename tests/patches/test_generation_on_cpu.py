@@ -152,16 +152,6 @@ def test_data_of_single_tokens_is_in_the_answer(run):
     assert len(fields["prompt_logprobs"]) == 3 and fields["prompt_ids"][0] == [8]
 
 
-def test_log_probabilities_equal_the_cores_in_every_bit(run, script):
-    async def scene(server, core):
-        return await call(server, 7, max_tokens=50)
-
-    answer = run("patched", scene)
-    assert answer.token_ids == script[7:57].tolist()
-    assert answer.log_probs == log_probs_of(np.arange(7, 57)).astype(float).tolist()
-    assert all(type(value) is float for value in answer.log_probs)
-
-
 @pytest.mark.parametrize(("row", "outputs"), [("stock", 24), ("patched", 4)])
 def test_a_request_has_two_outputs(run, monkeypatch, row, outputs):
     made = outputs_made(monkeypatch)

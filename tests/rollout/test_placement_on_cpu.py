@@ -154,19 +154,6 @@ def test_a_wrong_map_of_live_parameters_is_detected_before_it_copies(engine):
     engine.worker._jetrl_live._places = []
 
 
-def test_a_parameter_that_moved_is_loaded_at_its_new_address(engine, loads):
-    engine.sync(5)
-    loads.clear()
-    weight = engine.model.get_parameter(f"{engine.decoder.rollout_layers}.1.{engine.decoder.down}.weight")
-    before = weight.data
-    weight.data = torch.zeros_like(before)
-    engine.sync(6)
-    assert sum(loads) == engine.sent and not torch.equal(before.view(torch.uint8), weight.data.view(torch.uint8))
-    loads.clear()
-    engine.sync(6)
-    assert loads == []
-
-
 @pytest.mark.parametrize(
     ("engine", "parameter", "row", "named"),
     [

@@ -205,20 +205,6 @@ def test_a_thinking_budget_leaves_the_step_to_vllm():
         assert made._draws(torch.zeros(ROWS, VOCABULARY), step) is not tracked
 
 
-def test_both_samplers_draw_from_one_distribution():
-    """Eleven degrees of freedom: above 50 has a probability below 1e-6."""
-    row = 2 * torch.randn(12, generator=torch.Generator().manual_seed(3))
-    count = 40000
-    expected = count * (row.double() / 0.7).softmax(0)
-    for sampler in (Sampler, SharedSampler):
-        torch.manual_seed(11)
-        made = sampler(logprobs_mode="processed_logprobs")
-        made.topk_topp_sampler.forward = made.topk_topp_sampler.forward_native
-        output = made.forward(row.repeat(count, 1), rollouts(temperature=torch.full((count,), 0.7)))
-        counts = torch.bincount(output.sampled_token_ids[:, 0], minlength=12).double()
-        assert ((counts - expected) ** 2 / expected).sum() < 50, sampler
-
-
 # --- the second model runner ----------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,11 @@ PATCHED_FOR_EVERY_PRECISION = {
     ),
     "separate_rollout": ("verl.trainer.ppo.v1.trainer_separate_async",),
     "token_versions": ("verl.workers.rollout.llm_server",),
-    "dead_servers": ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.v1.trainer_separate_async"),
+    "dead_servers": (
+        "verl.trainer.ppo.v1.trainer_base",
+        "verl.trainer.ppo.v1.trainer_separate_async",
+        "verl.workers.rollout.vllm_rollout.utils",
+    ),
     "worker_errors": ("verl.workers.rollout.vllm_rollout.vllm_async_server",),
     "generation": ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm.v1.engine.output_processor"),
     "tied_head": ("vllm.model_executor.models.utils",),

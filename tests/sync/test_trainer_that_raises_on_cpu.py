@@ -1,12 +1,10 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """A trainer that raises during a weight sync reports its own error at once, and the receiver, which waits without a
-limit, ends with the engine that started it (docs/log.md)."""
+limit, ends with the engine that started it, and both with their server (docs/log.md)."""
 
 import asyncio
 import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -31,8 +29,8 @@ set_death_signal()
 Path(sys.argv[2]).touch()
 BucketedWeightReceiver(sys.argv[1], torch.device("cpu"), use_shm=True).receive_weights(lambda weights, is_last: None)
 """
-ENGINE = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-"""Stands for vLLM's engine, the parent of the worker."""
+PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+"""Stands for vLLM's engine, the parent of the worker, and for its server, the engine's parent."""
 
 
 def until(met, what: str) -> None:
@@ -49,34 +47,38 @@ def raises_in_the_middle():
     raise ValueError("the trainer's own error")
 
 
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
 @pytest.mark.timeout(300)
-def test_the_trainers_error_is_raised_and_the_receiver_ends_with_its_engine(cpu_platform, tmp_path):
+@pytest.mark.parametrize("killed", ["engine", "server"])
+def test_the_trainers_error_is_raised_and_the_receiver_ends_with_engine_and_server(cpu_platform, tmp_path, killed):
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     address, waits = f"ipc://{tmp_path}/socket", tmp_path / "waits"
-    environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT)}
-    engine = subprocess.Popen([sys.executable, "-c", ENGINE, RECEIVER, address, str(waits)], env=environment)
+    environment = {**os.environ, "VERL_PLATFORM": "cpu", "PYTHONPATH": str(ROOT), "RAY_RAYLET_PID": "1"}
+    words = [sys.executable, "-c", PARENT, PARENT, RECEIVER, address, str(waits)]
+    processes = {"server": psutil.Popen(words, env=environment)}
     try:
         until(waits.exists, "the receiver does not wait")
-        (receiver,) = psutil.Process(engine.pid).children()
+        (processes["engine"],) = processes["server"].children()
+        (receiver,) = processes["engine"].children()
         sender = BucketedWeightSender(address, bucket_size_mb=1, use_shm=True)
         started = time.monotonic()
         with pytest.raises(ValueError, match="the trainer's own error"):
             asyncio.run(sender.async_send_weights(raises_in_the_middle()))
         assert time.monotonic() - started < 30, "it waited for an acknowledgement"
         time.sleep(1.0)
-        assert receiver.is_running() and receiver.status() != psutil.STATUS_ZOMBIE, (
-            "the receiver ended without its engine"
-        )
-        engine.send_signal(signal.SIGKILL)
-        engine.wait()
-        until(
-            lambda: not receiver.is_running() or receiver.status() == psutil.STATUS_ZOMBIE,
-            "the receiver outlives its engine",
-        )
+        assert is_alive(receiver), "the receiver ended without its engine"
+        processes[killed].kill()
+        until(lambda: not is_alive(receiver), f"the receiver outlives its {killed}")
+        until(lambda: not is_alive(processes["engine"]), f"the engine outlives its {killed}")
     finally:
-        engine.kill()
-        engine.wait()
+        for process in processes.values():
+            if is_alive(process):
+                process.kill()
+        processes["server"].wait()
 
 
 def test_the_worker_extension_sets_its_death_signal(cpu_platform, monkeypatch):

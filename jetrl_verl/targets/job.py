@@ -1,8 +1,9 @@
 # Copyright 2026 The jetrl_verl Authors
 # SPDX-License-Identifier: Apache-2.0
 """Hydra's callback of a non-bf16 precision, in the driver: the checks of this machine right before the job starts, and
-the last line of a job that this package stopped."""
+the last line of a job that this package stopped, or that a killed process ended."""
 
+import re
 import sys
 import traceback
 from typing import Any
@@ -11,6 +12,7 @@ import ray
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from jetrl_verl.algorithms.invariant_scaling import check_resumed
 from jetrl_verl.checkpoint.validation import DamagedCheckpointError, check_resume, resume_folder
@@ -47,8 +49,26 @@ class JetCallback(Callback):
             )
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """End a job that this package stopped, in whichever process, with its sentence as the last line."""
-        if job_return.status == JobStatus.FAILED and (sentence := sentence_of(job_return._return_value)):
+        """End a job that this package stopped, or one of whose processes died, with a sentence as the last line."""
+        if job_return.status != JobStatus.FAILED:
+            return
+        error = job_return._return_value
+        if sentence := sentence_of(error) or sentence_of_death(error):
             # Workers' lines are printed until Ray has ended.
             ray.shutdown()
             sys.exit(f"jetrl_verl: {sentence}")
+
+
+def sentence_of_death(error: BaseException | None) -> str:
+    """What to do about the Ray actor that died and so ended a job; empty if none died."""
+    while isinstance(error, BaseException):
+        if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError) and not error.actor_init_failed:
+            actor = dict(re.findall(r"^\t(class_name|pid|ip): (.+)$", str(error), re.MULTILINE))
+            name, pid, host = (actor.get(key, "unknown") for key in ("class_name", "pid", "ip"))
+            return (
+                f"{name.rpartition('.')[2]} (process {pid} on {host}) was killed or has crashed, so the job has ended; "
+                "see its messages above and that host's memory, and resume from the last checkpoint "
+                "(trainer.resume_mode=auto)."
+            )
+        error = getattr(error, "cause", None) or error.__cause__
+    return ""

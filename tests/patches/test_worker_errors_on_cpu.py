@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from patch_home import home
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, RayTaskError
 
 from jetrl_verl.config.support.row import UnsupportedConfiguration
 from jetrl_verl.patches.worker_errors import FILE, START, WorkerError, reported_to_server, sentence_of
@@ -42,6 +42,14 @@ def test_the_driver_ends_with_the_sentence_alone(error, sentence):
     with pytest.raises(SystemExit) as ending:
         JetCallback().on_job_end(None, job)
     assert ending.value.code == f"jetrl_verl: {sentence}"
+
+
+def test_the_driver_ends_with_a_sentence_about_a_killed_actor():
+    job, error = JobReturn(status=JobStatus.FAILED), ActorDiedError()
+    error.error_msg += "\n\tclass_name: Trainer\n\tactor_id: 1f\n\tpid: 7\n\tip: 10.0.0.1\nThe actor is dead."
+    job.return_value = through_ray(error, 2)
+    with pytest.raises(SystemExit, match=r"^jetrl_verl: Trainer \(process 7 on 10.0.0.1\) .* resume from the last"):
+        JetCallback().on_job_end(None, job)
 
 
 @pytest.mark.parametrize(("error", "expected"), [(UnsupportedConfiguration, WorkerError), (ValueError, RuntimeError)])

@@ -428,6 +428,16 @@ def _shown(value: float) -> str:
     return f"{value:.9g} ({bits:#010x})"
 
 
+def count_by_lag(trainer: Any, batch: Any) -> dict[str, float]:
+    """Metrics by lag of an asynchronous trainer whose tokens are not compared."""
+    return {} if _mode(trainer) == "sync" else _computed(trainer, batch, every_token=False)[1]
+
+
+def install_counts_in_trainer() -> None:
+    """Count the tokens of an asynchronous trainer by lag in the process that runs it."""
+    register_in_trainer("AFTER_OLD_LOG_PROBS", _HOOK, count_by_lag)
+
+
 def install_in_trainer(job: Job) -> None:
     """Compare every batch of verl's trainer in the process that runs it."""
     tripwire = Tripwire(job)

@@ -66,6 +66,8 @@ class JetRolloutConfig(RolloutConfig):
             adaptive_correction.install_in_trainer(job.options.correction_scale)
         if job.shared and job.quantizes("actor"):
             old_log_probs.install_in_trainer(job)
+        elif job.options.metrics:
+            old_log_probs.install_counts_in_trainer()
 
     @property
     def jetrl(self) -> Job:

@@ -237,6 +237,7 @@ def test_other_hydra_programs_are_not_changed(tmp_path):
 
 
 def test_old_log_probs_of_the_rollout_use_verls_bypass_mode_and_a_check(compose, own_trainer):
+    from jetrl_verl.algorithms import old_log_probs
     from jetrl_verl.patches.batch_hooks import AFTER_OLD_LOG_PROBS
 
     exact = ["precision=jet_fp8_exact", *SIZES, ONE_GPU]
@@ -245,9 +246,11 @@ def test_old_log_probs_of_the_rollout_use_verls_bypass_mode_and_a_check(compose,
     assert reused.algorithm.rollout_correction.bypass_mode is True
     hooks = vars(own_trainer).get("AFTER_OLD_LOG_PROBS", AFTER_OLD_LOG_PROBS)
     stock = compose("precision=jet_fp8", *SIZES, "jetrl.operations=stock")
-    for config, jobs in ((stock, []), (computed, ["compute"]), (reused, ["rollout"])):
+    omega_conf_to_dataclass(stock.actor_rollout_ref.rollout)
+    assert list(hooks.values()) == [old_log_probs.count_by_lag]
+    for config, source in ((computed, "compute"), (reused, "rollout")):
         omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        assert [hook.__self__.job.options.old_log_probs for hook in hooks.values()] == jobs
+        assert [hook.__self__.job.options.old_log_probs for hook in hooks.values()] == [source]
     reused.algorithm.rollout_correction.bypass_mode, reused.jetrl.old_log_probs = False, "compute"
     assert reused == computed
 

@@ -4,10 +4,11 @@
 
 verl loads this module in each of its processes (``VERL_USE_EXTERNAL_MODULES``); it changes verl's modules on import.
 
-Killed is the *driver* (``main_ppo``), the *trainer* (the Ray actor of the FSDP engine) or the *rollout* (vLLM's
-worker), of several ranks the last. Each writes its process id into the fault's folder. verl's controller sends SIGKILL
-after a delay that lies within the phase, or at the end of a shorter phase. In a weight sync a rollout worker sends it
-after it has received a bucket, in a checkpoint the trainer in the middle of a file.
+Killed is the *driver* (``main_ppo``), the *trainer* (the Ray actor of the FSDP engine), the *rollout* (vLLM's worker),
+its *engine* (vLLM's core) or its *server* (the Ray actor of it), of several ranks the last.
+Each writes its process id into the fault's folder. verl's controller sends SIGKILL after a delay that lies within the
+phase, or at the end of a shorter phase. In a weight sync a rollout worker sends it after it has received a bucket, in a
+checkpoint the trainer in the middle of a file.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from typing import Any
 
 from jetrl_verl.patches.after_import import when_imported
 
-VICTIMS = ("rollout", "trainer", "driver")
+VICTIMS = ("rollout", "engine", "server", "trainer", "driver")
 PHASES = {"generation": 0.5, "log_prob": 0.1, "update": 0.2, "sync": None, "checkpoint": 0.0}
 """Phase of a step -> seconds after its beginning at which the victim is killed; None: not by the controller.
 
@@ -74,9 +75,9 @@ class Fault:
         record = Path(self.folder) / "killed"
         return record.read_text().partition(" ")[2] if record.exists() else None
 
-    def _introduce(self, victim: str, rank: int = 0, ranks: int = 1) -> None:
+    def _introduce(self, victim: str, rank: int = 0, ranks: int = 1, process: int = 0) -> None:
         if rank == ranks - 1:
-            (Path(self.folder) / f"{victim}.pid").write_text(identity(os.getpid()))
+            (Path(self.folder) / f"{victim}.pid").write_text(identity(process or os.getpid()))
 
     def _record(self, name: str, words: str) -> bool:
         """Record time and words; False if some process has done so before."""
@@ -121,9 +122,12 @@ class Fault:
 
 def identity(pid: int) -> str:
     """A process's id and start time, since ids are reused. Raises ``FileNotFoundError`` if there is no such process."""
-    # After the command, which may have spaces and brackets, fields begin with the third (proc(5)).
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return f"{pid} {fields[19]}"
+    return f"{pid} {_fields(pid)[19]}"
+
+
+def _fields(pid: int) -> list[str]:
+    """Of proc(5) from the third, the state, on: after the command, which may have spaces and brackets."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _around(
@@ -189,6 +193,8 @@ def _arm(fault: Fault) -> None:
 
         def begins(worker: Any) -> None:
             fault._introduce("rollout", worker.rank, worker.parallel_config.world_size)
+            fault._introduce("engine", process=os.getppid())
+            fault._introduce("server", process=int(_fields(os.getppid())[1]))
             # The plugin's extension overrides the method that receives a bucket, and may be imported before verl.
             if type(worker) not in cut:
                 cut.add(type(worker))

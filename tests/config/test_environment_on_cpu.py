@@ -118,19 +118,6 @@ def test_missing_fields_have_their_default(model_folder):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor_parallel", "layer"),
-    [
-        ({"hidden_size": 192}, 1, "self_attn.q_proj has shards of shape [512, 192]"),
-        ({"head_dim": 64, "num_key_value_heads": 1}, 1, "self_attn.k_proj has shards of shape [64, 256]"),
-        ({"intermediate_size": 576}, 1, "mlp.gate_proj has shards of shape [576, 256]"),
-    ],
-)
-def test_a_layer_that_does_not_fit_is_named(model_folder, changes, tensor_parallel, layer):
-    message = refusal(check, model_folder(**changes), OPTIONS, tensor_parallel)
-    assert layer in message and "multiples of 128" in message and "jetrl.unfit_layers=skip" in message
-
-
-@pytest.mark.parametrize(
     ("changes", "tensor_parallel", "reason", "largest"),
     [
         ({"head_dim": 64}, 2, "layer self_attn.k_proj has shards of shape [64, 256]", 1),

@@ -31,12 +31,17 @@ from jetrl_verl.sync import operations_probe
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("on_a_cpu")]
 
 
-@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
-def test_a_decode_step_of_an_fp8_cache(plan):
-    call = decode_call()
-    native_decode_attention(**call, plan=plan)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize(
+    ("native_decode", "of_cache"),
+    [(native_decode_attention, decode_call), (native_decode_attention_bf16, decode_call_bf16)],
+)
+def test_a_decode_step_by_every_cluster(native_decode, of_cache, cluster):
+    call = of_cache()
+    native_decode(**call, plan=native.Plan(cluster=cluster))
     want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
-    dispatch.implementation("decode_attention", "reference")(**call | {"out": want})
+    operation = native_decode.__name__.removeprefix("native_")
+    dispatch.implementation(operation, "reference")(**call | {"out": want})
     assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
 
 
@@ -114,15 +119,6 @@ def test_unsupported_fp8_decode_steps_raise(changes, sentence):
     with pytest.raises((RuntimeError, ValueError), match=sentence):
         torch.ops.jetrl_emulated.decode_attention(**call, units=units, cluster=1)
     assert torch.equal(call["out"].nan_to_num(7), before.nan_to_num(7))
-
-
-@pytest.mark.parametrize("plan", [None, *(native.Plan(cluster=c) for c in CLUSTERS)])
-def test_a_decode_step_of_a_bf16_cache(plan):
-    call = decode_call_bf16()
-    native_decode_attention_bf16(**call, plan=plan)
-    want = torch.empty(2, 4, 128, dtype=torch.bfloat16)
-    dispatch.implementation("decode_attention_bf16", "reference")(**call | {"out": want})
-    assert (call["out"].float() - want.float()).abs().max() < 2**-6 * want.float().abs().max()
 
 
 PAGES, SAME = "keys and values must be BF16", "the same shape and strides, multiples of 16 bytes"

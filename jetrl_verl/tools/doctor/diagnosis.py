@@ -59,9 +59,7 @@ def diagnose(ray: bool = True) -> list[Finding]:
         lambda: check_kernels(answers["kernels"]),
         lambda: check_self(answers["self_check"], answers["kernels"]),
         lambda: check_installation(),
-        lambda: of_process(
-            answers["verl"], "plugin in verl", "import verl", f"install verl {PINS['verl']} and its pins"
-        ),
+        lambda: of_process(answers["verl"], "plugin in verl", "import verl", _OF_VERL),
         lambda: of_process(answers["vllm"], "plugin in vLLM", "loading vLLM's plugins", _OF_VLLM),
         lambda: of_process(answers["ray"], "plugin in Ray workers", "a local Ray", _OF_RAY) if ray else (),
         lambda: check_shared_memory(),

@@ -394,7 +394,10 @@ def check_ulysses(job: "Job", model: ModelFiles, key: str, ranks: int) -> None:
 def check_kernels(model: ModelFiles) -> None:
     """Refuse a model with an operation that only the Hopper kernels compute, where the driver's package lacks them."""
     if model.family.delta_net is not None and not on_cpu() and not hopper_kernels.in_this_package():
-        refuse("delta_net_without_kernels", what=f"the model {model.path}, of which most layers are delta nets,")
+        # A mixture has no stock operations under an FP8 trainer.
+        remedy = "" if model.family.experts is None else "Set precision=fp8_rollout, or precision=bf16"
+        what = f"the model {model.path}, of which most layers are delta nets,"
+        refuse("delta_net_without_kernels", what=what, remedy=remedy)
 
 
 def check_attention(model: ModelFiles, node: str = MODEL) -> None:

@@ -186,6 +186,8 @@ def test_delta_nets_without_the_hopper_kernels_are_refused(model, monkeypatch):
     check_kernels(read_model(path))
     monkeypatch.setattr(hopper_kernels, "in_this_package", lambda: False)
     assert "`make wheel` builds a package with them" in refused(check_kernels, read_model(path))
+    mixture = model({"model_type": "qwen3_5_moe"})  # which has no stock operations
+    assert refused(check_kernels, read_model(mixture)).endswith(" Set precision=fp8_rollout, or precision=bf16.")
     check_kernels(read_model(model({})))
 
 

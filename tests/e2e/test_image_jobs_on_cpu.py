@@ -81,8 +81,9 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
 
 
 ONE_CPU = (*words_of_sizes(STEPS), *words_on_a_cpu(), "data.val_max_samples=8")
+PUBLISHED_WITH_IMAGES = (*WITH_IMAGES, "run_qwen3_5_2b_openr1_fsdp", "run_qwen3_5_27b_fsdp")
 CASES = {name: (name,) for name in WITH_TOWER} | {
-    script: (SCRIPTS[script][0], *script_words(script), *ONE_CPU) for script in WITH_IMAGES
+    script: (SCRIPTS[script][0], *script_words(script), *ONE_CPU) for script in PUBLISHED_WITH_IMAGES
 }
 
 

@@ -18,11 +18,13 @@ Responses end by themselves: their mean is half of the longest. Rows:
   ``fp8_rollout+jetrl.kv_cache=fp8`` with an FP8 cache
 - ``verl_fp8``: verl's own FP8 rollout with vLLM's FP8 cache, weights and trainer as in ``fp8_rollout``
 - ``jet_fp8``, ``jet_fp8_exact``
-- one of these with overrides, ``jet_fp8+jetrl.checkpointing=full`` (jetrl_verl/tools/rows.py)
+- one of these with overrides, ``jet_fp8+jetrl.checkpointing=full`` (jetrl_verl/tools/rows.py); of ``async_1_7b`` verl's
+  own sync is ``bf16_best+actor_rollout_ref.rollout.checkpoint_engine.backend=nccl``
 
 The first two steps compile and are left out. The table has medians, of the whole step also the fastest and slowest.
 Two rows are compared only if both took all timed steps on one host and the same GPU model within 30 minutes: in turn,
-or side by side on GPUs that ``CUDA_VISIBLE_DEVICES`` gives to each. ``k3 kl`` is the largest of all steps.
+or side by side on GPUs that ``CUDA_VISIBLE_DEVICES`` gives to each. ``k3 kl`` is the largest of all steps, of an
+asynchronous job of tokens that the current weights sampled.
 
 Each call adds one line to ``OUT/steps.jsonl``; files of several machines are joined by ``cat``.
 """
@@ -82,7 +84,8 @@ class Job:
     Attributes:
         model: of ``PUBLISHED``. gpus: of one host. tp: GPUs of one replica of the rollout.
         sequences: of a step. response: tokens of the longest one. updates: of a step. timed: steps.
-        ulysses: GPUs that share a sequence in training. settings: further overrides.
+        ulysses: GPUs that share a sequence in training. rollout_gpus: more GPUs, which sample asynchronously while
+            ``gpus`` train; half a batch is ahead. settings: further overrides.
     """
 
     model: str
@@ -93,6 +96,7 @@ class Job:
     updates: int = 1
     timed: int = 4
     ulysses: int = 1
+    rollout_gpus: int = 0
     settings: tuple[str, ...] = ()
 
     @property
@@ -112,7 +116,10 @@ JOBS: dict[str, Job] = {
     "4b": Job("qwen3_4b", 2, 1, 64, 4096),
     "16k": Job("qwen3_4b", 2, 2, 16, 16384, timed=2, ulysses=2),
     "mixture_3b": Job("qwen3_moe_3b", 2, 1, 128, 2048),
+    "sync_1_7b": Job("qwen3_1_7b", 2, 1, 128, 2048, updates=2),
+    "async_1_7b": Job("qwen3_1_7b", 1, 1, 128, 2048, updates=2, rollout_gpus=1),
     "qwen3_5_4b": Job("qwen3_5_4b", 2, 1, 64, 2048),
+    "qwen3_5_9b": Job("qwen3_5_9b", 2, 2, 64, 2048),
     "qwen3_5_4b_one_gpu": Job("qwen3_5_4b", 1, 1, 64, 2048, settings=ON_ONE_GPU),
 }
 
@@ -151,8 +158,8 @@ def refused(job: Job, row: Row, tiny: bool) -> str:
         return words if row.name in STOCK else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(nvidia_smi()) if visible is None else len(list(filter(None, visible.split(","))))
-    if gpus < job.gpus:
-        return f"This job takes {job.gpus} GPUs and this process has {gpus}. Name another job, or give it more."
+    if gpus < (needed := job.gpus + job.rollout_gpus):
+        return f"This job takes {needed} GPUs and this process has {gpus}. Name another job, or give it more."
     needed = {"liger_kernel": "liger-kernel", **({"fla": "flash-linear-attention"} if is_hybrid(job) else {})}
     missing = [package for module, package in needed.items() if not importlib.util.find_spec(module)]
     if row.name in STOCK and missing:
@@ -210,7 +217,7 @@ def words_of(
         *job.settings,
     ]
     if tiny:
-        words += [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={job.gpus}"]
+        words += [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={job.gpus + job.rollout_gpus}"]
         words += [f"ray_kwargs.ray_init.num_cpus={16 * job.gpus}"]
         words += [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(job.model) else []
     else:
@@ -219,6 +226,12 @@ def words_of(
         words += ["global_profiler.tool=torch", f"global_profiler.steps=[{job.steps + 1}]"]
         words += [f"global_profiler.save_path={quote(paths.folder / 'traces')}"]
         words += [f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.all_ranks=True"]
+    if job.rollout_gpus:
+        words += ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
+        words += ["trainer.v1.separate_async.num_warmup_batches=0.5"]
+        words += [f"trainer.v1.separate_async.parameter_sync_step={job.updates}", f"{ROLLOUT}.nnodes=1"]
+        words += [f"{ROLLOUT}.n_gpus_per_node={job.rollout_gpus}", f"{ROLLOUT}.gpu_memory_utilization=0.8"]
+        words += [f"{ROLLOUT}.checkpoint_engine.backend=jetrl"]
     if is_hybrid(job) and row.name in STOCK:
         words.append(f"{VLLM}.language_model_only=True")
         if not importlib.util.find_spec("flashinfer"):
@@ -318,7 +331,7 @@ def figures(records: Sequence[tuple[int, Mapping]], job: Job) -> dict:
         "seconds": {phase: [data.get(f"timing_s/{phase}", 0.0) for data in timed] for phase in PHASES},
         "response_length": statistics.median(data["response_length/mean"] for data in timed),
         "at_the_limit": statistics.median(data["response_length/clip_ratio"] for data in timed),
-        "k3_kl": largest("rollout_corr/k3_kl"),
+        "k3_kl": largest("rollout_corr/lag_0/k3_kl" if job.rollout_gpus else "rollout_corr/k3_kl"),
         "peak_gib": largest("actor/perf/max_memory_allocated_gb"),
     }
 

@@ -17,6 +17,7 @@ from tiny_models import WITH_TOWER, save_policy
 from verl_overrides import SCRIPTS, WITH_IMAGES, script_words
 
 from jetrl_verl.checkpoint.export import ExportOptions, export
+from jetrl_verl.tools.demo import task
 from jetrl_verl.tools.demo.overrides import words_on_a_cpu
 
 pytest.importorskip("torchvision", reason="transformers' processors of images and videos need it")
@@ -80,7 +81,8 @@ def check(policy, folder: Path, monkeypatch, family: str, *words: str, **changes
     return run
 
 
-ONE_CPU = (*words_of_sizes(STEPS), *words_on_a_cpu(), "data.val_max_samples=8")
+REWARD = f"reward.custom_reward_function.path={task.__file__}"  # one script names a file of verl's checkout
+ONE_CPU = (*words_of_sizes(STEPS), *words_on_a_cpu(), "data.val_max_samples=8", REWARD)
 PUBLISHED_WITH_IMAGES = (*WITH_IMAGES, "run_qwen3_5_2b_openr1_fsdp", "run_qwen3_5_27b_fsdp")
 CASES = {name: (name,) for name in WITH_TOWER} | {
     script: (SCRIPTS[script][0], *script_words(script), *ONE_CPU) for script in PUBLISHED_WITH_IMAGES

@@ -9,7 +9,7 @@ from jetrl_verl.patches.attention_name import JETRL_ATTENTION
 from .installed import installed_version, on_cpu
 from .model import check_attention, overrides_of_trainer, read_model, trained_models
 from .support.row import Get, UnsupportedConfiguration
-from .support.scopes import ACTOR, CRITIC_MODEL, MODEL, ULYSSES, ULYSSES_OF_THE_CRITIC, attention_key
+from .support.scopes import CRITIC_MODEL, MODEL, ULYSSES, ULYSSES_OF_THE_CRITIC, attention_key
 from .support.table import refuse
 
 FLASH_ATTENTION = "flash_attention_2"
@@ -63,8 +63,7 @@ def check_attention_package(precision: str, get: Get) -> None:
 
 def _without_flash_attention(get: Get, node: str) -> str:
     """``jetrl_varlen``, or ``sdpa`` for a model that it does not cover; empty where sdpa does not cover the job."""
-    grouped = node == MODEL and get(f"{ACTOR}.use_prefix_grouper")
-    if not grouped and _covers(get, node):
+    if _covers(get, node):
         return JETRL_ATTENTION
     return "" if _split_by(get, node) else "sdpa"
 

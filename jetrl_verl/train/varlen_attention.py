@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers.masking_utils import causal_mask_function
 
-from jetrl_verl.config.support.scopes import ACTOR
 from jetrl_verl.config.support.table import refuse
 from jetrl_verl.kernels.varlen_attention import varlen_attention, without_kernel
 from jetrl_verl.train import sequence_parallel
@@ -87,7 +86,7 @@ def attend(
     if softcap or s_aux is not None:
         refuse("varlen_call", what="soft-capped scores or attention sinks")
     if prefix_grouper is not None:
-        refuse("varlen_prefix_grouper", key=f"{ACTOR}.use_prefix_grouper", value="true")
+        refuse("varlen_call", what="a prefix grouper")
     if is_causal is False or not (_is_causal(module) and _is_causal(getattr(module, "config", None))):
         refuse("varlen_call", what="attention in both directions")
     # [B, T, H, D]: one rank's tokens and all heads, or all tokens and one rank's heads

@@ -74,7 +74,6 @@ def test_without_flash_attn_every_precision_runs_the_plugins_attention(job, prec
         ({f"{MODEL}.use_remove_padding": False}, {}, ("jetrl_varlen", "jetrl_varlen")),
         ({ATTENTION: "sdpa"}, {}, ("sdpa", "jetrl_varlen")),
         ({CRITICS: "eager"}, {}, ("jetrl_varlen", "eager")),
-        ({f"{ACTOR}.use_prefix_grouper": True}, {}, ("sdpa", "jetrl_varlen")),
         ({}, MODELS["sliding_window"], ("sdpa", "sdpa")),
         ({f"{MODEL}.override_config.attention_dropout": 0.0}, MODELS["attention_dropout"], ("jetrl_varlen", "sdpa")),
         ({}, {"model_type": "gemma3_text"}, ("sdpa", "sdpa")),

@@ -134,7 +134,7 @@ def config(**changes):
         (dict(softcap=30.0), "soft-capped scores or attention sinks"),
         (dict(s_aux=torch.zeros(2)), "soft-capped scores or attention sinks"),
         (dict(is_causal=False), "attention in both directions"),
-        (dict(prefix_grouper=object()), "actor.use_prefix_grouper=true"),
+        (dict(prefix_grouper=object()), "a prefix grouper"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )

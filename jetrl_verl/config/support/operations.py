@@ -18,9 +18,6 @@ SHARED_ROWS: dict[str, Row] = {
     # Modules of the trainer's model, or its whole forward, that other code replaces.
     "liger": shared_row("Liger kernels", "Liger kernels replace norms and MLPs", {f"{MODEL}.use_liger": NOT_FALSE}),
     "tiled_mlp": shared_row("tiled MLPs", "tiled MLPs replace the MLPs", {f"{MODEL}.tiled_mlp.enabled": NOT_FALSE}),
-    "prefix_grouper": shared_row(
-        "the prefix grouper", "it replaces the attention", {f"{ACTOR}.use_prefix_grouper": NOT_FALSE}
-    ),
     "distillation": shared_row(
         "distillation", "it needs other outputs of the model", {"distillation.enabled": NOT_FALSE}
     ),

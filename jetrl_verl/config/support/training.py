@@ -24,7 +24,6 @@ from .scopes import (
     TOGETHER,
     TRAINER_MODE,
     ULYSSES,
-    VARLEN,
     VLLM,
     where,
 )
@@ -162,9 +161,6 @@ TRAINING_ROWS: dict[str, Row] = {
             f"{ATTENTION}={JETRL_ATTENTION}",
             key=ATTENTION,
         ),
-    ),
-    "varlen_prefix_grouper": Row(
-        "the prefix grouper", "it needs an attention with masks", {f"{ACTOR}.use_prefix_grouper": TRUE}, scope=VARLEN
     ),
     "estimators_of_the_old_trainer": Row(
         "ReMax, GDPO and optimal token baselines",

@@ -17,6 +17,7 @@ from .scopes import (
     FOLDED,
     FP8_CRITIC,
     MODEL,
+    POLICY_LOSS,
     REF,
     ROLLOUT,
     ROTARY,
@@ -171,6 +172,12 @@ TRAINING_ROWS: dict[str, Row] = {
             )
         },
         instead="Set algorithm.adv_estimator=grpo, or precision=bf16 trainer.use_v1=False",
+    ),
+    "temperatures_of_sapo": Row(
+        "SAPO's temperatures next to its loss_mode",
+        "verl reads the actor's, and a worker stops at these",
+        {f"{POLICY_LOSS}.tau_pos": SET, f"{POLICY_LOSS}.tau_neg": SET},
+        instead=f"Set {ACTOR}.tau_pos and {ACTOR}.tau_neg instead",
     ),
     "old_trainer": Row("the trainer from before verl's v1", settings={"trainer.use_v1": FALSE}),
     "trainer_mode": Row(

@@ -120,7 +120,7 @@ ALGORITHM_ROWS: dict[str, Row] = {
     "ratio_normalization": _ratio("normalized importance weights", "the loss needs the ratios themselves", _NORMALIZED),
     "clip_of_another_loss": _calibrated(
         "losses without PPO's clip bounds",
-        "it has no clip bounds to calibrate",
+        "it does not clip the ratio of a single token as PPO does",
         {LOSS: other_than(*CALIBRATED_LOSSES, required=True)},
     ),
     "clip_of_bf16": _calibrated(

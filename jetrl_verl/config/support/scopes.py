@@ -54,7 +54,7 @@ the product before it."""
 RATIO_LOSSES = ("qurl_decoupled", "qurl_acr")
 """Losses of this package that need pi_old / pi_rollout of every token."""
 
-CALIBRATED_LOSSES = ("vanilla", *RATIO_LOSSES)
+CALIBRATED_LOSSES = ("vanilla", "clip_cov", *RATIO_LOSSES)
 """Losses that clip each token's ratio at ``clip_ratio_low`` and ``clip_ratio_high``, which calibration moves."""
 
 (_CACHE,) = QUANTIZED_CACHES

@@ -117,7 +117,31 @@ def test_truncated_shares_reach_verls_metrics(trainer, monkeypatch, rollout_is, 
     assert "rollout_corr/k3_kl" in metrics, "verl's own metrics are still there"
 
 
-def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeypatch):
+CLIPPED_TOKENS = {
+    "vanilla": (1, 2),
+    "bypass_mode": (1, 2),
+    "clip_cov": (1, 1),  # no dual clip
+    "geo_mean": (0, 1),  # bounds of the log-ratio: log 1.3 is inside
+    "gspo": (0, 0),  # ratios of sequences, 1.14 and 1.61
+    "dppo_tv": (0, 0),  # probabilities of 0.05 hardly move
+    "dppo_kl": (0, 0),
+    "cispo": (0, 0),  # these bound a weight or nothing, and every token has a gradient
+    "dro": (0, 0),
+    "gpg": (0, 0),
+    "kl_cov": (0, 0),
+    "sapo": (0, 0),
+}
+"""Tokens of the batch below, with a positive and a negative advantage."""
+
+
+def test_the_table_has_every_policy_loss_of_verl():
+    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
+
+    assert set(CLIPPED_TOKENS) == {name for name in POLICY_LOSS_REGISTRY if not name.startswith("qurl_")}
+
+
+@pytest.mark.parametrize("loss_mode", CLIPPED_TOKENS)
+def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeypatch, loss_mode):
     from verl.workers.utils import losses
 
     from jetrl_verl.metrics import hooks
@@ -129,16 +153,22 @@ def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeyp
     hooks.install_in_actor()
     assert losses.get_policy_loss_fn is once
 
-    from verl.workers.config import ActorConfig, FSDPActorConfig
+    from verl.workers.config import ActorConfig, FSDPActorConfig, PolicyLossConfig
 
     config = FSDPActorConfig(
-        strategy="fsdp2", clip_ratio_low=0.2, clip_ratio_high=0.28, rollout_n=1, ppo_micro_batch_size_per_gpu=1
+        strategy="fsdp2",
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.28,
+        policy_loss=PolicyLossConfig(dro_beta=0.1),
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
     )
     assert isinstance(config, ActorConfig)
     # Ratios 1.3 and 1.0 of a good response; 0.79, 1.5 and, past verl's dual clip of 3, 3.5 of a bad one.
-    log_probs = torch.log(torch.tensor([[1.3, 1.0, 1.0], [0.79, 1.5, 3.5]])).requires_grad_()
+    old = torch.full((2, 3), -3.0)
+    log_probs = (old + torch.log(torch.tensor([[1.3, 1.0, 1.0], [0.79, 1.5, 3.5]]))).requires_grad_()
     arguments = dict(
-        old_log_prob=torch.zeros(2, 3),
+        old_log_prob=old,
         log_prob=log_probs,
         advantages=torch.tensor([[1.0] * 3, [-1.0] * 3]),
         response_mask=torch.tensor([[True, True, False], [True, True, True]]),
@@ -147,11 +177,12 @@ def test_every_policy_loss_of_verl_reports_what_it_clipped(cpu_platform, monkeyp
         rollout_is_weights=None,
     )
     config.global_batch_info.update(dp_size=1, batch_num_tokens=5, global_batch_size=2, loss_scale_factor=None)
-    loss, metrics = losses.get_policy_loss_fn("vanilla")(**arguments)
-    assert metrics["actor/jetrl/clipped/positive"] == 1 / 5
-    assert metrics["actor/jetrl/clipped/negative"] == 2 / 5
+    loss, metrics = losses.get_policy_loss_fn(loss_mode)(**arguments)
+    positive, negative = CLIPPED_TOKENS[loss_mode]
+    assert metrics["actor/jetrl/clipped/positive"] == positive / 5
+    assert metrics["actor/jetrl/clipped/negative"] == negative / 5
     assert metrics["actor/jetrl/advantage/positive"] == 2 / 5 and metrics["actor/jetrl/advantage/negative"] == 3 / 5
-    verls = metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"]
-    assert verls == pytest.approx(metrics["actor/jetrl/clipped/positive"] + metrics["actor/jetrl/clipped/negative"])
+    if loss_mode == "vanilla":
+        assert metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"] == pytest.approx(3 / 5)
     loss.backward()
     assert log_probs.grad[0, 1] != 0

@@ -30,8 +30,9 @@ struct Layout {
   static constexpr int kThreads = 32 * kWarps, kValuePieces = 2 * kWarps;
   static constexpr int kOfQ = kRowTile, kOfV = 2 * kRowTile, kOfGates = kOfV + kChunk * 16 * kValuePieces;
   static constexpr int kStage = kOfGates + 2 * kChunk * 4;
-  static constexpr int kOutputFactors = kFactorTile, kWithin = 2 * kFactorTile;  // after a's, of a chunk's factors
-  static constexpr int kOfFactors = kWithin + kChunk * kBlock * 2 * 4;  // within: FP32 [block][j][pair of rows]: a, a, P, P
+  // A chunk's factors: a, P, and within blocks FP32 [block][j][pair of rows]: a, a, P, P.
+  static constexpr int kOutputFactors = kFactorTile, kWithin = 2 * kFactorTile;
+  static constexpr int kOfFactors = kWithin + kChunk * kBlock * 2 * 4;
   static constexpr int kOfVectors = 5 * kChunk * 4;
   static constexpr int kStages = kHelpers ? 4 : 2, kFactorSets = kHelpers ? 2 : 1, kVectorSets = kHelpers ? 3 : 1;
   static constexpr int kFactors = kStages * kStage, kVectors = kFactors + kFactorSets * kOfFactors;
@@ -60,7 +61,7 @@ struct Chunk {
   int head, first_value, thread, lane, warp;
   // Row r is token `base` + r. Rows up to `known` come from the state, `rows` are there in all.
   int base, known, rows;
-  int number;                       // among the call's chunks
+  int number;                              // among the call's chunks
   uint32_t stage, factor_set, vector_set;  // offsets
   int64_t row_stride;
   const uint16_t* first_query;  // of token 0
@@ -256,7 +257,8 @@ struct Chunk {
   template <bool kSomeKnown>
   JETRL_DEVICE void add_within(uint32_t (&u)[4], float (&x)[2][4], float (&y)[2][4], const uint32_t (&stored)[4],
                                int known_here, int block) const {
-    const float4* factors = reinterpret_cast<const float4*>(memory + factor_set + Bytes::kWithin) + block * kBlock * kBlock / 2;
+    const float4* factors =
+        reinterpret_cast<const float4*>(memory + factor_set + Bytes::kWithin) + block * kBlock * kBlock / 2;
     const int quad = lane % 4;
 #pragma unroll
     for (int pair = 0; pair < kBlock / 2; ++pair) {

@@ -4,6 +4,8 @@
 
 import pytest
 from jobs import ACTOR, ROLLOUT, Run, train
+from test_hybrid_on_cpu import run_of
+from test_lora_on_cpu import ADAPTERS
 
 STEPS = 3
 
@@ -69,3 +71,32 @@ def test_bypass_mode_compares_what_the_current_weights_sampled(policy, tmp_path)
 def test_a_rollout_that_shares_the_gpus_is_exact_by_version(policy, tmp_path):
     words = ("trainer.v1.trainer_mode=colocate_async", "trainer.v1.colocate_async.num_warmup_batches=0.5")
     check(train(policy, "jet_fp8_exact", tmp_path, STEPS, *words), STEPS, STEPS + 1)
+
+
+# Batches of 32 sequences, of which a trainer's batch is a half.
+HALVES = (f"{ACTOR}.ppo_mini_batch_size=4", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=16")
+
+
+@pytest.mark.slow
+def test_a_hybrid_mixture_is_exact_by_version(policy, tmp_path):
+    check(run_of(policy, tmp_path, "qwen3_5_moe", *separate(1, 1), *HALVES), STEPS, STEPS + 1)
+
+
+@pytest.mark.slow
+def test_adapters_and_an_fp8_cache_are_exact_by_version(policy, tmp_path):
+    words = (*separate(1, 1), *ADAPTERS, *HALVES, "jetrl.kv_cache=fp8")
+    check(train(policy, "jet_fp8_exact", tmp_path, 2, *words), 2, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp8_rollout", "int8_rollout"])
+def test_a_baseline_counts_its_mismatch_by_lag(policy, precision, tmp_path):
+    run = train(policy, precision, tmp_path, 2, *separate(1, 1))
+    run.check_updates(2)
+    current, (stale,) = (run.steps(f"rollout_corr/lag_{lag}/k3_kl") for lag in range(2))
+    assert len(run.syncs) == 3 and 0 < min(current) < max(current) < stale, "staleness exceeds rounding"
+
+
+@pytest.mark.slow
+def test_bf16_runs_over_the_backend(policy, tmp_path):
+    train(policy, "bf16", tmp_path, 2, *separate(1, 1)).check_updates(2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from jobs import ACTOR, ROLLOUT, train
+from jobs import ACTOR, ROLLOUT, Run, train
 from test_parallel_on_cpu import TWO_RANKS
 from tiny_models import HYBRIDS, WITH_TOWER, save_policy
 
@@ -27,18 +27,17 @@ def write_data(train: Path, folder: Path) -> Path:
     return folder / "train.parquet"
 
 
-def check(policy, folder: Path, family: str, *words: str, **changes: int) -> None:
+def run_of(policy, folder: Path, family: str, *words: str, **changes: int) -> Run:
     """Three steps of a model of :func:`tiny_models.tiny_config`."""
     if family not in HYBRIDS:
         pytest.importorskip("torchvision", reason="verl needs the processor of these families, whose class needs it")
     save_policy(folder / "policy", family, max_position_embeddings=256, **changes)
     (folder / "policy" / "chat_template.jinja").write_text(TEMPLATE)
-    run = train(
+    return train(
         policy,
         "jet_fp8_exact",
         folder / "run",
         STEPS,
-        *words,
         f"actor_rollout_ref.model.path={folder / 'policy'}",
         f"data.train_files={write_data(policy.train, folder)}",
         "data.max_prompt_length=128",
@@ -51,7 +50,13 @@ def check(policy, folder: Path, family: str, *words: str, **changes: int) -> Non
         f"{ROLLOUT}.max_num_batched_tokens=64",
         f"{ROLLOUT}.max_num_seqs=48",
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
+        *words,
     )
+
+
+def check(policy, folder: Path, family: str, *words: str, **changes: int) -> None:
+    """Each step moved the weights, each sync sent them, and no bit differed."""
+    run = run_of(policy, folder, family, *words, **changes)
     run.check_exact(STEPS)
     assert len({sync[-1] for sync in run.syncs}) == len(run.syncs), "each sync moved the weights"
 
@@ -67,7 +72,11 @@ def test_one_rank_agrees_in_every_bit_at_every_step(policy, family, tmp_path):
 @pytest.mark.parametrize("family", WITH_TOWER)
 def test_two_ranks_of_each_side_agree_in_every_bit_at_every_step(policy, family, tmp_path):
     ranks = (*TWO_RANKS, f"{ACTOR}.ulysses_sequence_parallel_size=2")
-    sizes = (f"{ACTOR}.ppo_mini_batch_size=8", f"{ACTOR}.ppo_micro_batch_size_per_gpu=16")
+    sizes = (
+        f"{ACTOR}.ppo_mini_batch_size=8",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu=16",
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=32",
+    )
     widths = dict.fromkeys(("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"), 512)
     heads = dict(linear_num_key_heads=2) if family in HYBRIDS else dict(num_attention_heads=4, num_key_value_heads=2)
     if family == "qwen2_5_vl":  # heads of 128 without a head_dim of its own

@@ -153,3 +153,30 @@ def test_an_fp8_kv_cache_in_the_rollout_only_is_a_mismatch(policy, tmp_path):
     check(run, LINEARS)
     assert not any("kv_cache" in name for step in run.metrics for name in step)
     assert all(0 < k3 < 0.1 for k3 in run.steps("rollout_corr/k3_kl"))
+
+
+LOSS = f"{ACTOR}.policy_loss"
+CORRECTION = "algorithm.rollout_correction"
+LOSSES = {
+    "dppo_kl": ("rloo_vectorized", f"{ACTOR}.clip_ratio_low=0.05", f"{ACTOR}.clip_ratio_high=0.05"),
+    "dppo_tv": ("grpo_passk", f"{ACTOR}.clip_ratio_low=0.15", f"{ACTOR}.clip_ratio_high=0.15"),
+    "dro": ("grpo", f"{LOSS}.dro_beta=0.1"),
+    "geo_mean": ("opo", f"{ACTOR}.clip_ratio_low=0.4", f"{ACTOR}.clip_ratio_high=0.4"),
+    "gspo": ("reinforce_plus_plus", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.clip_ratio_low=3e-4"),
+    "sapo": ("reinforce_plus_plus_baseline", f"{ACTOR}.tau_pos=1.1"),
+}
+"""Losses of verl, with an advantage estimator of verl and further words."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_verls_losses_and_advantage_estimators_keep_zero_mismatch(policy, tmp_path, loss):
+    """Two updates a step, so that ratios leave 1, and importance weights, which are all 1."""
+    estimator, *words = LOSSES[loss]
+    words += [f"{LOSS}.loss_mode={loss}", f"algorithm.adv_estimator={estimator}", f"{CORRECTION}.rollout_is=token"]
+    run = train(policy, "jet_fp8_exact", tmp_path, STEPS, *words)
+    check(run, LINEARS)
+    for sign in ("positive", "negative"):
+        assert run.steps(f"rollout_corr/truncated/{sign}") == [0.0] * STEPS
+        assert all(0 <= share < 0.5 for share in run.steps(f"actor/jetrl/clipped/{sign}"))
+    assert run.steps("rollout_corr/k3_kl") == [0.0] * STEPS

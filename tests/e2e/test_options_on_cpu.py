@@ -157,7 +157,9 @@ def test_an_fp8_kv_cache_in_the_rollout_only_is_a_mismatch(policy, tmp_path):
 
 LOSS = f"{ACTOR}.policy_loss"
 CORRECTION = "algorithm.rollout_correction"
+KL_IN_REWARD = ("algorithm.use_kl_in_reward=True", f"{REF}.log_prob_micro_batch_size_per_gpu=128")
 LOSSES = {
+    "cispo": ("rloo", f"{ACTOR}.clip_ratio_low=10", *KL_IN_REWARD),
     "dppo_kl": ("rloo_vectorized", f"{ACTOR}.clip_ratio_low=0.05", f"{ACTOR}.clip_ratio_high=0.05"),
     "dppo_tv": ("grpo_passk", f"{ACTOR}.clip_ratio_low=0.15", f"{ACTOR}.clip_ratio_high=0.15"),
     "dro": ("grpo", f"{LOSS}.dro_beta=0.1"),

@@ -160,11 +160,14 @@ CORRECTION = "algorithm.rollout_correction"
 KL_IN_REWARD = ("algorithm.use_kl_in_reward=True", f"{REF}.log_prob_micro_batch_size_per_gpu=128")
 LOSSES = {
     "cispo": ("rloo", f"{ACTOR}.clip_ratio_low=10", *KL_IN_REWARD),
+    "clip_cov": ("grpo_vectorized", f"{LOSS}.clip_cov_lb=0.1", "clip=calibrated", "jetrl.clip_interval=1"),
     "dppo_kl": ("rloo_vectorized", f"{ACTOR}.clip_ratio_low=0.05", f"{ACTOR}.clip_ratio_high=0.05"),
     "dppo_tv": ("grpo_passk", f"{ACTOR}.clip_ratio_low=0.15", f"{ACTOR}.clip_ratio_high=0.15"),
     "dro": ("grpo", f"{LOSS}.dro_beta=0.1"),
     "geo_mean": ("opo", f"{ACTOR}.clip_ratio_low=0.4", f"{ACTOR}.clip_ratio_high=0.4"),
+    "gpg": ("gpg",),
     "gspo": ("reinforce_plus_plus", f"{ACTOR}.loss_agg_mode=seq-mean-token-mean", f"{ACTOR}.clip_ratio_low=3e-4"),
+    "kl_cov": ("grpo", f"{LOSS}.kl_cov_ratio=0.02"),
     "sapo": ("reinforce_plus_plus_baseline", f"{ACTOR}.tau_pos=1.1"),
 }
 """Losses of verl, with an advantage estimator of verl and further words."""

@@ -24,10 +24,11 @@ constexpr int kPieces = kHead / 8;         // of 16 bytes in a row of queries or
 constexpr int kFactorPieces = kChunk / 8;  // in a row of factors
 constexpr int kRowTile = kChunk * 2 * kHead, kFactorTile = kChunk * 2 * kChunk;
 
-// Shared memory in bytes: stages of rows, then what chunks are computed with. Threads are those of one role.
-template <int kWarps, bool kHelpers>
+// Warps and threads of one role, and shared memory in bytes: stages of rows, then what chunks are computed with.
+template <bool kHelpers>
 struct Layout {
-  static constexpr int kThreads = 32 * kWarps, kValuePieces = 2 * kWarps;
+  static constexpr int kSlices = kHelpers ? 2 : 1;  // of a head's values, each of a block
+  static constexpr int kWarps = kHead / (kSlices * kValues), kThreads = 32 * kWarps, kValuePieces = 2 * kWarps;
   static constexpr int kOfQ = kRowTile, kOfV = 2 * kRowTile, kOfGates = kOfV + kChunk * 16 * kValuePieces;
   static constexpr int kStage = kOfGates + 2 * kChunk * 4;
   // A chunk's factors: a, P, and within blocks FP32 [block][j][pair of rows]: a, a, P, P.
@@ -50,9 +51,10 @@ struct Vectors {
 
 JETRL_DEVICE float2 pair_at(const float* from) { return *reinterpret_cast<const float2*>(from); }
 
-template <int kWarps, bool kHelpers>
+template <bool kHelpers>
 struct Chunk {
-  using Bytes = Layout<kWarps, kHelpers>;
+  using Bytes = Layout<kHelpers>;
+  static constexpr int kWarps = Bytes::kWarps;
 
   const DeltaRule& p;
   const Sequence& sequence;
@@ -432,19 +434,17 @@ struct Chunk {
   }
 };
 
-template <int kWarps>
-JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID_CONSTANT DeltaRule p) {
-  static_assert(kValues * kWarps == kHead, "a block has a head's values");
+JETRL_KERNEL void __launch_bounds__(Layout<false>::kThreads, 1) sm90_delta_chunks(JETRL_GRID_CONSTANT DeltaRule p) {
   const int head = sm90::block_index() % p.heads;
   sm90::wait_for_previous_kernel();
   const float a_log = p.a_log[head], dt_bias = sm90::bf16_to_float(p.dt_bias[head]);
   const Sequence sequence(p, sm90::block_index() / p.heads, head);
   if (sequence.begin >= sequence.end) return;
   if (!sequence.has_slot) {
-    sequence.write_zeros(p, head, 32 * kWarps);
+    sequence.write_zeros(p, head, Layout<false>::kThreads);
     return;
   }
-  Chunk<kWarps, false> chunk(p, sequence, head, 0);
+  Chunk<false> chunk(p, sequence, head, 0);
   chunk.load();
   float s[2 * kGroups][4] = {};
   const int value = kValues * chunk.warp + chunk.lane / 4;
@@ -458,7 +458,7 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID
     sm90::cp_async_wait();
     sm90::sync_block();
     if (!chunk.is_last()) {
-      Chunk<kWarps, false> next = chunk;
+      Chunk<false> next = chunk;
       next.advance();
       next.load();
     }
@@ -479,21 +479,21 @@ JETRL_KERNEL void __launch_bounds__(32 * kWarps, 1) sm90_delta_chunks(JETRL_GRID
 }
 
 // Whole sequences, without states.
-template <int kWarps>
-JETRL_KERNEL void __launch_bounds__(64 * kWarps, 1) sm90_delta_chunks_with_helpers(JETRL_GRID_CONSTANT DeltaRule p) {
-  constexpr int kSlices = kHead / (kValues * kWarps);
+JETRL_KERNEL void __launch_bounds__(2 * Layout<true>::kThreads, 1)
+    sm90_delta_chunks_with_helpers(JETRL_GRID_CONSTANT DeltaRule p) {
+  constexpr int kSlices = Layout<true>::kSlices, kThreads = Layout<true>::kThreads;
   const int slice = sm90::block_index() % kSlices, head = sm90::block_index() / kSlices % p.heads;
   sm90::wait_for_previous_kernel();
   const float a_log = p.a_log[head], dt_bias = sm90::bf16_to_float(p.dt_bias[head]);
   const Sequence sequence(p, sm90::block_index() / kSlices / p.heads, head);
   if (sequence.begin >= sequence.end) return;
   if (!sequence.has_slot) {
-    if (slice == 0) sequence.write_zeros(p, head, 64 * kWarps);
+    if (slice == 0) sequence.write_zeros(p, head, 2 * kThreads);
     return;
   }
-  Chunk<kWarps, true> chunk(p, sequence, head, slice);
+  Chunk<true> chunk(p, sequence, head, slice);
   const int chunks = (sequence.end - sequence.begin + kChunk - 1) / kChunk;
-  const bool helps = sm90::thread_index() >= 32 * kWarps;
+  const bool helps = sm90::thread_index() >= kThreads;
   float s[2 * kGroups][4] = {};
 #pragma unroll 1
   for (int i = -3; i < chunks; ++i) {  // chunk whose values are computed
@@ -525,15 +525,16 @@ JETRL_KERNEL void __launch_bounds__(64 * kWarps, 1) sm90_delta_chunks_with_helpe
 
 void delta_rule(const DeltaRule& p, Stream stream) {
   // Both start while the convolution ends.
-  constexpr int kWarps = kHead / kValues, kFew = kWarps / 2;
-  const int blocks = (p.sequences + 1) * p.heads;
+  using Whole = Layout<false>;
+  using Halves = Layout<true>;
+  const int heads = (p.sequences + 1) * p.heads;
   if (p.states != nullptr && p.tokens == p.sequences) {
     delta_decode(p, stream);
-  } else if (p.states == nullptr && 2 * p.sequences * p.heads <= multiprocessors()) {
-    launch<sm90_delta_chunks_with_helpers<kFew>>(
-        Grid{2 * blocks, 1, 64 * kFew, Layout<kFew, true>::kBytes, stream, true}, p);
+  } else if (p.states == nullptr && Halves::kSlices * p.sequences * p.heads <= multiprocessors()) {
+    launch<sm90_delta_chunks_with_helpers>(
+        Grid{Halves::kSlices * heads, 1, 2 * Halves::kThreads, Halves::kBytes, stream, true}, p);
   } else {
-    launch<sm90_delta_chunks<kWarps>>(Grid{blocks, 1, 32 * kWarps, Layout<kWarps, false>::kBytes, stream, true}, p);
+    launch<sm90_delta_chunks>(Grid{heads, 1, Whole::kThreads, Whole::kBytes, stream, true}, p);
   }
 }
 

@@ -28,16 +28,19 @@ _IN_A_CHECKOUT = ("WorkerError", "DeadServerError", "DamagedCheckpointError")
 
 
 def sentence_of(error: BaseException | None) -> str:
-    """The sentence of an exception of this package, or of one that it was caused by; empty if there is none.
-
-    Ray wraps an exception once for each actor that it passes through.
-    """
-    while isinstance(error, BaseException):  # `cause` of another library's may be anything
-        kind = type(error)
+    """The sentence of an exception of this package, or of one that it was caused by; empty if there is none."""
+    for cause in causes(error):
+        kind = type(cause)
         if kind.__module__.partition(".")[0] == "jetrl_verl" or kind.__name__ in _IN_A_CHECKOUT:
-            return str(error)
-        error = getattr(error, "cause", None) or error.__cause__
+            return str(cause)
     return ""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that caused it: Ray wraps one once for each actor that it passes through."""
+    while isinstance(error, BaseException):  # `cause` of another library's may be anything
+        yield error
+        error = getattr(error, "cause", None) or error.__cause__
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from jetrl_verl.config import environment, workers
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.job import Job
 from jetrl_verl.config.support.row import UnsupportedConfiguration
-from jetrl_verl.patches.worker_errors import sentence_of
+from jetrl_verl.patches.worker_errors import causes, sentence_of
 
 REACHES = ("hydra.core.utils:JobReturn._return_value",)
 """The exception of a failed job, whose public property raises it; scripts/reach.py watches it."""
@@ -61,14 +61,13 @@ class JetCallback(Callback):
 
 def sentence_of_death(error: BaseException | None) -> str:
     """What to do about the Ray actor that died and so ended a job; empty if none died."""
-    while isinstance(error, BaseException):
-        if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError) and not error.actor_init_failed:
-            actor = dict(re.findall(r"^\t(class_name|pid|ip): (.+)$", str(error), re.MULTILINE))
+    for cause in causes(error):
+        if isinstance(cause, ActorDiedError) and not isinstance(cause, RayTaskError) and not cause.actor_init_failed:
+            actor = dict(re.findall(r"^\t(class_name|pid|ip): (.+)$", str(cause), re.MULTILINE))
             name, pid, host = (actor.get(key, "unknown") for key in ("class_name", "pid", "ip"))
             return (
                 f"{name.rpartition('.')[2]} (process {pid} on {host}) was killed or has crashed, so the job has ended; "
                 "see its messages above and that host's memory, and resume from the last checkpoint "
                 "(trainer.resume_mode=auto)."
             )
-        error = getattr(error, "cause", None) or error.__cause__
     return ""

@@ -100,6 +100,10 @@ class Job:
     settings: tuple[str, ...] = ()
 
     @property
+    def all_gpus(self) -> int:
+        return self.gpus + self.rollout_gpus
+
+    @property
     def steps(self) -> int:
         return LEFT_OUT + self.timed
 
@@ -158,8 +162,8 @@ def refused(job: Job, row: Row, tiny: bool) -> str:
         return words if row.name in STOCK else ""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = len(nvidia_smi()) if visible is None else len(list(filter(None, visible.split(","))))
-    if gpus < (needed := job.gpus + job.rollout_gpus):
-        return f"This job takes {needed} GPUs and this process has {gpus}. Name another job, or give it more."
+    if gpus < job.all_gpus:
+        return f"This job takes {job.all_gpus} GPUs and this process has {gpus}. Name another job, or give it more."
     needed = {"liger_kernel": "liger-kernel", **({"fla": "flash-linear-attention"} if is_hybrid(job) else {})}
     missing = [package for module, package in needed.items() if not importlib.util.find_spec(module)]
     if row.name in STOCK and missing:
@@ -198,7 +202,7 @@ def words_of(
         f"{ROLLOUT}.name=vllm",
         f"{ROLLOUT}.n={SAMPLES}",
         f"{ROLLOUT}.tensor_model_parallel_size={job.tp}",
-        f"{ROLLOUT}.gpu_memory_utilization=0.45",
+        f"{ROLLOUT}.gpu_memory_utilization={0.8 if job.rollout_gpus else 0.45}",
         f"{ROLLOUT}.max_model_len={PROMPT + job.response}",
         f"{ROLLOUT}.max_num_seqs={job.sequences}",
         f"{ROLLOUT}.calculate_log_probs=True",
@@ -217,7 +221,7 @@ def words_of(
         *job.settings,
     ]
     if tiny:
-        words += [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={job.gpus + job.rollout_gpus}"]
+        words += [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={job.all_gpus}"]
         words += [f"ray_kwargs.ray_init.num_cpus={16 * job.gpus}"]
         words += [SHARED_ON_A_CPU] if row.name == "jet_fp8" and is_mixture(job.model) else []
     else:
@@ -227,11 +231,15 @@ def words_of(
         words += [f"global_profiler.save_path={quote(paths.folder / 'traces')}"]
         words += [f"{ACTOR}.profiler.enable=True", f"{ACTOR}.profiler.all_ranks=True"]
     if job.rollout_gpus:
-        words += ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=False"]
-        words += ["trainer.v1.separate_async.num_warmup_batches=0.5"]
-        words += [f"trainer.v1.separate_async.parameter_sync_step={job.updates}", f"{ROLLOUT}.nnodes=1"]
-        words += [f"{ROLLOUT}.n_gpus_per_node={job.rollout_gpus}", f"{ROLLOUT}.gpu_memory_utilization=0.8"]
-        words += [f"{ROLLOUT}.checkpoint_engine.backend=jetrl"]
+        words += [
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.v1.separate_async.num_warmup_batches=0.5",
+            f"trainer.v1.separate_async.parameter_sync_step={job.updates}",
+            "actor_rollout_ref.hybrid_engine=False",
+            f"{ROLLOUT}.nnodes=1",
+            f"{ROLLOUT}.n_gpus_per_node={job.rollout_gpus}",
+            f"{ROLLOUT}.checkpoint_engine.backend=jetrl",
+        ]
     if is_hybrid(job) and row.name in STOCK:
         words.append(f"{VLLM}.language_model_only=True")
         if not importlib.util.find_spec("flashinfer"):

@@ -108,12 +108,6 @@ class Job:
         return LEFT_OUT + self.timed
 
 
-ON_ONE_GPU = (
-    f"{ACTOR}.optim.optimizer_impl=torchao.optim",
-    f"{ACTOR}.optim.optimizer=AdamW8bit",
-    f"{ACTOR}.fsdp_config.param_offload=True",
-    f"{ACTOR}.fsdp_config.optimizer_offload=True",
-)
 JOBS: dict[str, Job] = {
     "3b": Job("qwen2_5_3b", 2, 2, 128, 3072, updates=2, ulysses=2),
     "8b": Job("qwen3_8b", 4, 2, 128, 3072, ulysses=2),
@@ -124,7 +118,7 @@ JOBS: dict[str, Job] = {
     "async_1_7b": Job("qwen3_1_7b", 1, 1, 128, 2048, updates=2, rollout_gpus=1),
     "qwen3_5_4b": Job("qwen3_5_4b", 2, 1, 64, 2048),
     "qwen3_5_9b": Job("qwen3_5_9b", 2, 2, 64, 2048),
-    "qwen3_5_4b_one_gpu": Job("qwen3_5_4b", 1, 1, 64, 2048, settings=ON_ONE_GPU),
+    "qwen3_5_4b_one_gpu": Job("qwen3_5_4b", 1, 1, 64, 2048),  # an H200
 }
 
 FUSED = (f"{MODEL}.use_liger=True", f"++{MODEL}.override_config.attn_implementation=jetrl_varlen")

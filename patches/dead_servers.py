@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,10 @@ def _end_with_server(engine: int) -> None:
 
 
 def _check_servers(trainer: Any) -> None:
-    for manager in trainer._rollout_server_managers():
-        for address in manager.server_addresses:
-            _check_server(address)
+    addresses = [address for manager in trainer._rollout_server_managers() for address in manager.server_addresses]
+    if addresses:
+        with ThreadPoolExecutor(len(addresses)) as pool:  # at once: each busy one is waited for
+            list(pool.map(_check_server, addresses))
 
 
 def _check_server(address: str) -> None:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer whose rollout server has died says so when it replaces prompts, and when a weight sync fails."""
 
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from jetrl_verl.patches.dead_servers import ASK, PATCHES
 
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
+        self.server.both.wait(5.0)
         self.send_response(self.server.status if self.path == "/health" else 404)
         self.end_headers()
 
@@ -22,12 +23,12 @@ class Health(BaseHTTPRequestHandler):
 
 
 class Trainer:
-    """What verl's trainer of one server has; its weight syncs fail."""
+    """What verl's trainer has whose two servers are one; its weight syncs fail."""
 
     _next_train_batch, _submit_batch_to_rollout = range, len
 
     def __init__(self, address: str) -> None:
-        self._rollout_server_managers = lambda: [SimpleNamespace(server_addresses=[address])]
+        self._rollout_server_managers = lambda: [SimpleNamespace(server_addresses=[address, address])]
 
     @property
     def prev_step_profile(self):
@@ -36,9 +37,9 @@ class Trainer:
 
 @pytest.fixture
 def server():
-    """vLLM's server: 200 while its engine lives, 503 afterwards."""
-    server = HTTPServer(("127.0.0.1", 0), Health)
-    server.status, server.address = 200, f"127.0.0.1:{server.server_port}"
+    """vLLM's server: 200 while its engine lives, 503 afterwards; it answers two questions at once."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Health)
+    server.status, server.both, server.address = 200, Barrier(2), f"127.0.0.1:{server.server_port}"
     Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     yield server
     server.shutdown()

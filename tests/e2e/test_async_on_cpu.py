@@ -7,6 +7,8 @@ from jobs import ACTOR, ROLLOUT, Run, train
 from test_hybrid_on_cpu import run_of
 from test_lora_on_cpu import ADAPTERS
 
+from jetrl_verl.config.options import PRECISIONS
+
 STEPS = 3
 
 
@@ -89,7 +91,7 @@ def test_adapters_and_an_fp8_cache_are_exact_by_version(policy, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp8_rollout", "int8_rollout"])
+@pytest.mark.parametrize("precision", [p for p in PRECISIONS if p.startswith(("fp8", "int8", "qurl"))])
 def test_a_baseline_counts_its_mismatch_by_lag(policy, precision, tmp_path):
     run = train(policy, precision, tmp_path, 2, *separate(1, 1))
     run.check_updates(2)
@@ -98,5 +100,6 @@ def test_a_baseline_counts_its_mismatch_by_lag(policy, precision, tmp_path):
 
 
 @pytest.mark.slow
-def test_bf16_runs_over_the_backend(policy, tmp_path):
-    train(policy, "bf16", tmp_path, 2, *separate(1, 1)).check_updates(2)
+@pytest.mark.parametrize("precision", ["bf16", "bf16_shared", "jet_fp8"])
+def test_others_run_over_the_backend(policy, precision, tmp_path):
+    train(policy, precision, tmp_path, 2, *separate(1, 1)).check_updates(2)

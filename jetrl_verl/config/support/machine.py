@@ -32,7 +32,7 @@ from .scopes import (
 _NVIDIA = "FP8 runs on NVIDIA GPUs"
 _PINNED = "Set up the pinned release, or precision=bf16"
 _SMALLER = f"Set a smaller {TENSOR_PARALLEL}"
-_SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides"
+_SKIP = "jetrl.unfit_layers=skip, which keeps such layers BF16 on both sides and needs jet_fp8, not jet_fp8_exact"
 _DROPOUT = f"{MODEL}.override_config.attention_dropout=0"
 _RESIDUAL_DROPOUT = f"{MODEL}.override_config.residual_dropout=0"
 
@@ -112,7 +112,7 @@ MODEL_ROWS: dict[str, Row] = {
     "place_of_adapter": Row(
         "a LoRA adapter of anything but a linear layer of the decoder's layers",
         instead=f"Set {MODEL}.target_modules to some of those, or for a vision tower "
-        f"{MODEL}.exclude_modules='.*visual.*'",
+        f"{MODEL}.exclude_modules='.*visual.*'; of a saved adapter these fields of its adapter_config.json",
     ),
     "kind_of_adapter": Row(
         "a LoRA adapter with a dropout, a bias, weights that are trained whole, or of another kind",

@@ -36,13 +36,17 @@ def _rows(file: Path, limit: int) -> list[Any]:
         if file.suffix == ".parquet":
             import pyarrow.parquet
 
-            table = pyarrow.parquet.read_table(file, columns=["prompt"])
-            return table.slice(0, limit)["prompt"].to_pylist()
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
-        if file.suffix != ".jsonl":
-            return lines
-        rows = [json.loads(line) for line in lines]
-        return [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
+            columns = ["prompt", *({"images"} & set(pyarrow.parquet.read_schema(file).names))]
+            rows = pyarrow.parquet.read_table(file, columns=columns).slice(0, limit).to_pylist()
+        else:
+            lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
+            if file.suffix != ".jsonl":
+                return lines
+            rows = [json.loads(line) for line in lines]
+        prompts = [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
+    if any(row.get("images") for row in rows):
+        raise UserError(f"{file} has images, which jetrl diff does not compare; give prompts of text alone.")
+    return prompts
 
 
 def _encode(row: Any, tokenizer: Any) -> list[int]:

@@ -112,6 +112,10 @@ def test_prompts_of_every_form(folder):
     assert read_prompts(folder, folder / "a.txt", 2).ids == [ids, ids]
     assert read_prompts(folder, folder / "b.jsonl", 9).ids == [ids, ids, [5, 6, 7]]
     assert read_prompts(folder, folder / "c.parquet", 2).ids == [ids, ids]
+    pyarrow.parquet.write_table(table.append_column("images", [[[], [], ["c.png"]]]), folder / "d.parquet")
+    assert read_prompts(folder, folder / "d.parquet", 2).ids == [ids, ids]
+    with pytest.raises(UserError, match="d.parquet has images"):
+        read_prompts(folder, folder / "d.parquet", 3)
     built_in = read_prompts(folder, None, 4)
     assert len(built_in.ids) == len(BUILT_IN) == 4
     assert built_in.vocabulary == len(tokenizer) and built_in.positions == 64
@@ -126,6 +130,7 @@ def test_prompts_of_every_form(folder):
         ("a.jsonl", '{"prompt_token_ids": [100000]}', "token ids outside the model's"),
         ("a.jsonl", '{"prompt_token_ids": []}', "has no prompt, or an empty one; remove empty rows."),
         ("a.jsonl", '{"prompt_token_ids": ["a"]}', "['a'] is not a prompt; give text, chat messages with role and"),
+        ("a.jsonl", '{"prompt": "1+2", "images": ["a.png"]}', "a.jsonl has images, which jetrl diff does not compare;"),
         ("a.jsonl", '{"prompt": null}', "None is not a prompt; give text, chat messages"),
         ("a.jsonl", '{"prompt": [{"role": "user"}]}', "template does not accept [{'role': 'user'}] (UndefinedError: "),
     ],

@@ -112,8 +112,10 @@ def check_adapters(get: Get, path: str, config: Mapping[str, Any]) -> None:
             adapted = get_peft_model(model, lora)
     except (ValueError, OSError) as error:
         reason = str(error).splitlines()[0]
+        remedy = f"{MODEL}.target_modules or {MODEL}.exclude_modules to layers that the model has"
+        if saved is not None:
+            remedy = f"{MODEL}.lora_adapter_path to an adapter of this model"
         raise UnsupportedConfiguration(
-            f"the model {path} cannot get its LoRA adapters ({reason}), so every worker would stop. Set "
-            f"{MODEL}.target_modules, {MODEL}.exclude_modules or {MODEL}.lora_adapter_path to what the model has."
+            f"the model {path} cannot get its LoRA adapters ({reason}), so every worker would stop. Set {remedy}."
         ) from None
     list(adapted_linears(adapted))

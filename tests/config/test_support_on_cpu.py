@@ -143,6 +143,8 @@ def test_modules_of_adapters_that_the_model_lacks_are_refused(model):
         check_job(changed(job, {f"{MODEL}.target_modules": modules}))
     with pytest.raises(UnsupportedConfiguration, match=r"cannot get its LoRA adapters \(Target modules .*qkv"):
         check_job(changed(job, {f"{MODEL}.target_modules": ["qkv"]}))
+    with pytest.raises(UnsupportedConfiguration, match=r"/nope.*\. Set \S+\.lora_adapter_path to an adapter of"):
+        check_job(changed(job, {f"{MODEL}.lora_adapter_path": "/nope"}))
 
 
 def test_the_driver_needs_no_gpu_for_the_norm_of_fla(model, monkeypatch):

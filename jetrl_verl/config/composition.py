@@ -79,7 +79,7 @@ def resolve(config: DictConfig) -> Job | None:
         options = replace(options, backward=UNQUANTIZED if _bf16_backward_pays(options, get) else JetConfig.backward)
         if options.backward == UNQUANTIZED:
             _say(f"jetrl_verl: note: {CHOSEN_BACKWARD}")
-    images = _images(get)
+    images = images_of(get)
     if images and options.precision == "jet_fp8_exact":
         raise UnsupportedConfiguration(TABLE["exact_images"].message(get, what=images))
     why_stock = _why_stock(options, get)
@@ -106,7 +106,7 @@ def resolve(config: DictConfig) -> Job | None:
     return job
 
 
-def _images(get: Get) -> str:
+def images_of(get: Get) -> str:
     """Where samples may have images, in words; empty if they have none. vLLM's ``language_model_only`` says it of data
     that the driver cannot read."""
     only_text = get(key := f"{VLLM}.language_model_only")

@@ -3,6 +3,7 @@
 """``jetrl memory``: terms against hand-computed values, phases of a job, settings that cost exactness."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 from jetrl_verl.cli import app
 from jetrl_verl.config.composition import reader
 from jetrl_verl.config.support.row import shown
-from jetrl_verl.config.support.scopes import EXACT, SHARED
+from jetrl_verl.config.support.scopes import EXACT, MODEL, SHARED
 from jetrl_verl.config.support.table import TABLE
 from jetrl_verl.inputs import UserError
 from jetrl_verl.reference.delta_net import state_shape
@@ -291,6 +292,26 @@ def test_a_setting_that_costs_exactness_is_named(name, small, monkeypatch):
     monkeypatch.setattr(run, "reader", lambda config: lambda key: value if key == setting else base(key))
     effect = run.STOCK if row.scope is SHARED or setting == "jetrl.operations" else run.INEXACT
     assert (effect, row.message(key=setting, value=shown(value))) in run.costs_of(small, EIGHT, 1)
+
+
+def test_images_and_adapters_that_cost_exactness_are_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"prompt": [[{"role": "user", "content": "<image>"}]], "images": [[{"bytes": b"PNG"}]]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    for model, words, sentence in (
+        ("qwen3-vl-8b", (f"data.train_files={tmp_path}/a.parquet",), "jet_fp8_exact is refused: the column images of "),
+        ("qwen3-vl-8b", (f"{MODEL}.lora_rank=8",), "FP8 training is refused: .* has an adapter of model.visual"),
+        ("qwen3-8b", (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[nope]"), "FP8 training is refused: .*nope"),
+        ("qwen2.5-vl-7b", (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[q_proj]"), "No setting costs exactness"),
+        ("qwen3-8b", (f"{MODEL}.lora_rank=8",), "No setting costs exactness"),
+        ("qwen3.5-35b-a3b", (f"{MODEL}.lora_rank=8", f"{MODEL}.target_modules=[o_proj]"), "No setting costs exactness"),
+    ):
+        config = run.compose([*SMALL, f"{MODEL}.path={model}", *words])
+        costs = run.costs_of(config, model_of(model, KNOWN[model]), 1)
+        said = [f"{effect}: {message}" for effect, message in costs] or ["No setting costs exactness."]
+        assert len(said) == 1 and re.match(sentence, said[0]), (model, said)
 
 
 @pytest.mark.parametrize("name", [name for name in INEXACT_ROWS if name in MODELS])

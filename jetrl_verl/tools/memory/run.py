@@ -12,11 +12,14 @@ from omegaconf import DictConfig
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoConfig
 
-from jetrl_verl.config.composition import reader
+from jetrl_verl.config.built import check_adapters
+from jetrl_verl.config.composition import images_of, reader
 from jetrl_verl.config.model import ModelFiles, cache_message, fields_of_one_side, overrides_of_trainer
 from jetrl_verl.config.support.operations import NOTE_ROWS
-from jetrl_verl.config.support.scopes import EXACT, MODEL, ROLLOUT, SHARED
+from jetrl_verl.config.support.row import UnsupportedConfiguration
+from jetrl_verl.config.support.scopes import ADAPTERS, EXACT, MODEL, ROLLOUT, SHARED
 from jetrl_verl.config.support.table import TABLE, as_exact, model_refusal
 from jetrl_verl.formats.catalog import CACHES, UNQUANTIZED
 from jetrl_verl.inputs import UserError
@@ -137,10 +140,17 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
             if effect == INEXACT and words["key"] == "jetrl.operations":
                 effect = STOCK
             costs.append((effect, row.message(exact, **words)))
+    if images := images_of(get):
+        costs.append((INEXACT, TABLE["exact_images"].message(exact, what=images)))
     try:
         plan_linears(trained, tp)
+        if ADAPTERS.applies(get):
+            whole = AutoConfig.for_model(**trained).to_dict()  # with the fields that a published file leaves out
+            check_adapters(get, model.name, whole)
     except UnsupportedLayer as error:
         costs.append((REFUSED, model_refusal(error, model.name, "jet_fp8_exact")))
+    except UnsupportedConfiguration as error:
+        costs.append((REFUSED, str(error)))
     for error in family(trained).uncovered_operations(trained):
         costs.append((STOCK, model_refusal(error, model.name, "jet_fp8_exact")))
     costs += [(REFUSED, message) for message in fields_of_one_side(model.config, trained, exact)]

@@ -118,7 +118,7 @@ JOBS: dict[str, Job] = {
     "async_1_7b": Job("qwen3_1_7b", 1, 1, 128, 2048, updates=2, rollout_gpus=1),
     "qwen3_5_4b": Job("qwen3_5_4b", 2, 1, 64, 2048),
     "qwen3_5_9b": Job("qwen3_5_9b", 2, 2, 64, 2048),
-    "qwen3_5_4b_one_gpu": Job("qwen3_5_4b", 1, 1, 64, 2048),  # an H200
+    "qwen3_5_4b_one_gpu": Job("qwen3_5_4b", 1, 1, 64, 2048),  # 64 GiB of weights, gradients and moments
 }
 
 FUSED = (f"{MODEL}.use_liger=True", f"++{MODEL}.override_config.attn_implementation=jetrl_varlen")

@@ -140,9 +140,9 @@ def costs_of(config: DictConfig, model: Model, tp: int) -> list[tuple[str, str]]
             if effect == INEXACT and words["key"] == "jetrl.operations":
                 effect = STOCK
             costs.append((effect, row.message(exact, **words)))
-    if images := images_of(get):
-        costs.append((INEXACT, TABLE["exact_images"].message(exact, what=images)))
     try:
+        if images := images_of(get):
+            costs.append((INEXACT, TABLE["exact_images"].message(exact, what=images)))
         plan_linears(trained, tp)
         if ADAPTERS.applies(get):
             whole = AutoConfig.for_model(**trained).to_dict()  # with the fields that a published file leaves out

@@ -85,7 +85,7 @@ class Job:
         model: of ``PUBLISHED``. gpus: of one host. tp: GPUs of one replica of the rollout.
         sequences: of a step. response: tokens of the longest one. updates: of a step. timed: steps.
         ulysses: GPUs that share a sequence in training. rollout_gpus: more GPUs, which sample asynchronously while
-            ``gpus`` train; half a batch is ahead. settings: further overrides.
+            ``gpus`` train; half a batch is ahead.
     """
 
     model: str
@@ -97,7 +97,6 @@ class Job:
     timed: int = 4
     ulysses: int = 1
     rollout_gpus: int = 0
-    settings: tuple[str, ...] = ()
 
     @property
     def all_gpus(self) -> int:
@@ -212,7 +211,6 @@ def words_of(
         "trainer.logger=[console,file]",
         f"trainer.default_local_dir={quote(paths.folder / 'checkpoints')}",
         f"hydra.run.dir={quote(paths.folder / 'hydra')}",
-        *job.settings,
     ]
     if tiny:
         words += [*words_on_a_cpu(), f"++ray_kwargs.ray_init.num_gpus={job.all_gpus}"]
@@ -279,7 +277,7 @@ def run_verl(
 
 def take_row(out: Path, name: str, row: Row, tiny: bool, timeline: bool, ends: float) -> dict:
     """Run verl for one row, until ``ends`` by ``time.monotonic()`` at most; the row's record."""
-    job = replace(JOBS[name], sequences=16, response=24, settings=()) if tiny else JOBS[name]
+    job = replace(JOBS[name], sequences=16, response=24) if tiny else JOBS[name]
     missing = folders_without()
     compiling = start_compiling(missing)  # once on all cores; else each process of a fresh machine does it again
     model = out / "models" / (f"{job.model}-tiny-{job.gpus}" if tiny else f"{job.model}-{job.response}")

@@ -29,7 +29,7 @@ def find_media(get: Get, *, images: bool) -> str:
         for path in _local_files(key, get(key)):
             kind = path.suffix.removeprefix(".")
             with reading(f"the data file {path} ({key})", f"{kind} file", "Write it again", UnsupportedConfiguration):
-                seen = (_media_of(row, prompt, columns, images) for row in _rows(path, prompt, columns))
+                seen = (media_of(row, prompt, columns, images) for row in _rows(path, prompt, columns))
                 if where := next(filter(None, seen), ""):
                     return f"{where} of {path} ({key})"
     return ""
@@ -43,7 +43,7 @@ def _local_files(key: str, files: Any) -> Iterator[Path]:
 
 
 def _rows(path: Path, prompt: str | None, media: Collection[str]) -> Iterator[dict[str, Any]]:
-    """Rows of a data file with what :func:`_media_of` reads; the first one is read whole."""
+    """Rows of a data file with what :func:`media_of` reads; the first one is read whole."""
     if path.suffix != ".parquet":
         from datasets import load_dataset  # as verl reads it, which then finds what this has cached
 
@@ -69,7 +69,7 @@ def _rows(path: Path, prompt: str | None, media: Collection[str]) -> Iterator[di
             yield from batch.to_pylist()
 
 
-def _media_of(row: dict[str, Any], prompt: str | None, media: Collection[str], images: bool) -> str:
+def media_of(row: dict[str, Any], prompt: str | None, media: Collection[str], images: bool) -> str:
     """Where verl would find an image or, without ``images``, a video or a sound in a row; empty if it has none."""
     if column := next((name for name in media if row.get(name)), None):
         return f"the column {column}"

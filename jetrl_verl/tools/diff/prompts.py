@@ -4,9 +4,11 @@
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from jetrl_verl.config.data import media_of
 from jetrl_verl.inputs import UserError, load_json, reading, reason_of
 
 BUILT_IN = (
@@ -36,15 +38,18 @@ def _rows(file: Path, limit: int) -> list[Any]:
         if file.suffix == ".parquet":
             import pyarrow.parquet
 
-            columns = ["prompt", *({"images"} & set(pyarrow.parquet.read_schema(file).names))]
-            rows = pyarrow.parquet.read_table(file, columns=columns).slice(0, limit).to_pylist()
+            with pyarrow.parquet.ParquetFile(file) as table:
+                columns = [name for name in ("prompt", "images") if name in table.schema_arrow.names]
+                batches = table.iter_batches(limit, columns=columns)  # not the images of the whole file
+                rows = list(islice((row for batch in batches for row in batch.to_pylist()), limit))
         else:
             lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()][:limit]
             if file.suffix != ".jsonl":
                 return lines
             rows = [json.loads(line) for line in lines]
         prompts = [row["prompt_token_ids"] if "prompt_token_ids" in row else row["prompt"] for row in rows]
-    if any(row.get("images") for row in rows):
+        images = any(media_of(row, "prompt", ("images",), images=True) for row in rows)
+    if images:
         raise UserError(f"{file} has images, which jetrl diff does not compare; give prompts of text alone.")
     return prompts
 
